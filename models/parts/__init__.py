@@ -1,0 +1,1 @@
+"""Parts that families are built from: attention, masks, positions, layers."""

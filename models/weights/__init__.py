@@ -1,0 +1,1 @@
+"""Weights and tokenizers of the small built-in models."""

@@ -1,0 +1,1 @@
+"""Graph passes that keep the meaning, one file each."""

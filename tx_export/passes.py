@@ -1,0 +1,173 @@
+"""Passes over modules and graphs, the context they are given, and the pipeline with its text form.
+
+Text form: `prune_heads{ratio=0.25} dynamic_int8{per_channel=true}`; a pass's fields are its options.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import onnx_ir as ir
+
+from tx_export.errors import PassError, PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Context", "Coverage", "GraphPass", "Left", "ModulePass", "Outcome", "Pass", "Pipeline"]
+
+_ITEM = re.compile(r"\s*(?P<name>[\w./-]+(?::\w+)?)(?:\{(?P<options>[^{}]*)\})?(?=\s|$)")
+
+
+@dataclass(frozen=True)
+class Left:
+    """Something that a pass left as it was, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """`done` of `of` candidates were changed; the rest are `left`."""
+
+    done: int
+    of: int
+    left: tuple[Left, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"left": [dataclasses.asdict(left) for left in self.left]}
+
+
+@dataclass
+class Outcome(ir.passes.PassResult):
+    """A PassResult that also counts. `subject` is what the manifest files the count under: fused, quantized or pruned."""
+
+    coverage: Coverage = Coverage(0, 0)
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the pipeline hands to a pass."""
+
+    module: nn.Module  # the untouched eager module
+    feeds: Sequence[Mapping[str, np.ndarray]]  # inputs made from the text that may be used to choose something
+    open: Callable[[ir.Model], Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]]  # a session on the target
+    seed: int = 0
+    provider: str = "cpu"
+    onnxruntime: str = ""  # the version that the artifact must run on
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Fields of a subclass are options. `budget` is the drift that a lossy pass may cause, as `--budget` takes it."""
+
+    context: Context | None = field(default=None, kw_only=True, repr=False, compare=False)
+    budget: ClassVar[str | None] = None
+
+    @classmethod
+    def name(cls) -> str:
+        """The name of the file that defines the pass."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def options(cls) -> dict[str, dataclasses.Field[Any]]:
+        return {option.name: option for option in dataclasses.fields(cls) if option.name != "context"}
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `key=value, key=value`; PluginError names an unknown key, or a value of the wrong type."""
+        given: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            key, equals, value = (part.strip() for part in item.partition("="))
+            option = cls.options().get(key)
+            if option is None or not equals:
+                known = ", ".join(cls.options()) or "none"
+                raise PluginError(f"pass {cls.name()}: unknown option {item!r}; known: {known}")
+            given[key] = _parse_value(f"pass {cls.name()}: option {key}", option.type, value)
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise PluginError(f"pass {cls.name()}: {error}") from error
+
+    def __str__(self) -> str:
+        values = {key: getattr(self, key) for key in self.options()}
+        text = ", ".join(f"{key}={_format_value(value)}" for key, value in values.items())
+        return f"{self.name()}{{{text}}}" if text else self.name()
+
+
+class GraphPass(Pass, ir.passes.InPlacePass):
+    """A pass over an `onnx_ir.Model`, in place; `call` returns an Outcome."""
+
+
+class ModulePass(Pass, abc.ABC):
+    """A pass over a module."""
+
+    @abc.abstractmethod
+    def apply(self, module: nn.Module) -> tuple[nn.Module, Coverage]:
+        """A changed copy; the given module stays as it is."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in order: module passes first."""
+
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def parse(cls, text: str, find: Callable[[str], type[Pass]]) -> Self:
+        """Read the text form; `find` gives the class for a name."""
+        found, position = [], 0
+        while text[position:].strip():
+            match = _ITEM.match(text, position)
+            if match is None:
+                raise PluginError(f"passes: can't read {text[position:].strip()!r}; expected NAME{{KEY=VALUE, ...}}")
+            found.append(find(match["name"]).parse(match["options"] or ""))
+            position = match.end()
+        return cls(tuple(found))
+
+    def __str__(self) -> str:
+        return " ".join(str(item) for item in self.passes)
+
+    def run_graph(
+        self, model: ir.Model, context: Context, asked: Iterable[str], after: Callable[[Pass, Outcome], None]
+    ) -> None:
+        """Run the graph passes in place, calling `after` behind each; one in `asked` that changed nothing is an error."""
+        for item in self.passes:
+            if not isinstance(item, GraphPass):
+                continue
+            outcome = dataclasses.replace(item, context=context)(model)
+            assert isinstance(outcome, Outcome)
+            if not outcome.modified and item.name() in asked:
+                reasons = "; ".join(f"{left.name}: {left.reason}" for left in outcome.coverage.left[:3])
+                raise PassError(f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else ""))
+            after(item, outcome)
+
+
+def _format_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse_value(what: str, annotation: Any, text: str) -> Any:
+    kind = str(annotation)
+    if "bool" in kind:
+        if text.lower() not in ("true", "false"):
+            raise PluginError(f"{what} is true or false, not {text!r}")
+        return text.lower() == "true"
+    if "str" in kind:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise PluginError(f"{what} is a {kind}, not {text!r}") from error
+    if isinstance(value, bool) or ("float" not in kind and not isinstance(value, int)):
+        raise PluginError(f"{what} is a {kind}, not {text!r}")
+    return value

@@ -1,0 +1,173 @@
+"""The words for a model: the tensors it takes and gives, its configuration, and the eager module itself."""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+
+from tx_export.errors import LoadError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["BuiltInSpec", "CheckpointSpec", "Dim", "EagerModel", "ModelSpec", "TensorSpec", "TextSpec"]
+
+Scores = Literal["softmax", "sigmoid"]
+
+_TENSOR = re.compile(
+    r"(?P<name>[A-Za-z_][\w.]*):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^.}]+(?:\.\d+)?)\.\.(?P<high>[^}]+)\})?"
+)
+_DIM = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:<=(?P<bound>\d+))?")
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension that varies: its name, and the largest size promised (None: no limit). Text form `tokens<=512`."""
+
+    name: str
+    bound: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.bound is None else f"{self.name}<={self.bound}"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output: name, NumPy dtype, dims, and the least and largest value allowed (inclusive).
+
+    Text form: `input_ids:int64[batch,tokens<=512]{0..29999}`. An input whose name ends in `mask` holds 0 and 1.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int | Dim, ...]
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text form; LoadError says what is wrong with it."""
+        found = _TENSOR.fullmatch(text.strip())
+        if found is None:
+            raise LoadError(f"input {text!r}: expected NAME:DTYPE[DIM,...]{{LO..HI}}, say input_ids:int64[batch,tokens<=512]")
+        try:
+            dtype = np.dtype(found["dtype"]).name
+        except TypeError as error:
+            raise LoadError(f"input {found['name']!r}: {found['dtype']!r} is not a NumPy dtype") from error
+        dims = tuple(_parse_dim(found["name"], dim) for dim in found["dims"].split(",")) if found["dims"].strip() else ()
+        low, high = _parse_bound(found["name"], found["low"]), _parse_bound(found["name"], found["high"])
+        if low is not None and high is not None and low > high:
+            raise LoadError(f"input {found['name']!r}: the range {low}..{high} is empty")
+        return cls(found["name"], dtype, dims, low, high)
+
+    def __str__(self) -> str:
+        dims = ",".join(str(dim) for dim in self.dims)
+        values = "" if self.low is None or self.high is None else f"{{{self.low:g}..{self.high:g}}}"
+        return f"{self.name}:{self.dtype}[{dims}]{values}"
+
+    @property
+    def is_mask(self) -> bool:
+        return self.name.endswith("mask")
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape when the named dimensions have these sizes."""
+        return tuple(sizes[dim.name] if isinstance(dim, Dim) else dim for dim in self.dims)
+
+
+def _parse_dim(tensor: str, text: str) -> int | Dim:
+    text = text.strip()
+    if text.isdecimal():
+        return int(text)
+    found = _DIM.fullmatch(text)
+    if found is None:
+        raise LoadError(f"input {tensor!r}: dim {text!r} is neither a number, a name nor name<=bound")
+    return Dim(found["name"], int(found["bound"]) if found["bound"] else None)
+
+
+def _parse_bound(tensor: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError as error:
+        raise LoadError(f"input {tensor!r}: {text!r} in its range is not a number") from error
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """How text becomes ids, and scores become labels."""
+
+    tokenizer: str  # the text of a tokenizer.json; its own padding and truncation are ignored
+    max_length: int  # in tokens, special tokens included
+    pad_id: int = 0
+    labels: tuple[str, ...] = ()
+    scores: Scores = "softmax"
+
+
+class ModelSpec(abc.ABC):
+    """The configuration of a family: a frozen dataclass whose fields are the configuration keys."""
+
+    @property
+    @abc.abstractmethod
+    def task(self) -> str:
+        """text-classification, sentence-embedding, token-classification, fill-mask or feature-extraction."""
+
+    @abc.abstractmethod
+    def build(self) -> nn.Module:
+        """A new module; its forward takes the inputs by position and returns one tensor per output."""
+
+    @abc.abstractmethod
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What forward takes, in order."""
+
+    @abc.abstractmethod
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What forward returns, in order."""
+
+
+class BuiltInSpec(ModelSpec):
+    """A family of ours: made from a size and settings."""
+
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]]
+
+
+class CheckpointSpec(ModelSpec):
+    """A Hugging Face family: made from the keys of its config.json."""
+
+    unused: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that no module wants
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config: Mapping[str, Any], task: str | None, pooling: tuple[str, ...]) -> Self:
+        """Read config.json; a key that changes the arithmetic and isn't supported is a LoadError.
+
+        `task` None means what `architectures` says. `pooling` is what a sentence-transformers folder adds on top:
+        one of `mean`, `cls`, `max`, then maybe `normalize`; empty without it.
+        """
+
+    @abc.abstractmethod
+    def renamed(self, name: str) -> str:
+        """The name in our module of a tensor's name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class EagerModel:
+    """The reference: a module in eval mode, what it takes and gives, and its tokenizer. No pass touches it."""
+
+    name: str  # of the artifact, unless the user chooses another
+    source: str  # as typed if relative, else its last part
+    family: str  # the plug-in's name; "module" for a user's own
+    task: str
+    module: nn.Module
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    config: Mapping[str, Any]  # JSON values only
+    weights: str  # "shipped", "checkpoint <sha256>", "random seed 0"
+    text: TextSpec | None = None
+    padding: Literal["any", "right"] = "any"  # the side on which padding is promised to change nothing
+    pad_id: int | None = None  # put where the mask is 0, and never drawn elsewhere, when positions are counted from ids
