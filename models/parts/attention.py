@@ -1,6 +1,7 @@
 """Multi-head attention: softmax(q k^T / sqrt(head_dim)) v for each head (Vaswani et al. 2017, section 3.2).
 
-In eager the einops form runs; while exporting, one fused operator a layer is emitted instead.
+In eager the einops form runs; while exporting, one fused operator a layer is emitted instead. A query that may see no key
+attends to nothing: its context is zero, in both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,71 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-__all__ = ["KeyMask", "MultiHeadAttention", "Ops", "emitting"]
+from tx_export.models.parts.masks import KeyMask, visible
+
+__all__ = ["MultiHeadAttention", "Ops", "emitting"]
 
 Ops = Literal["fused", "attention", "plain"]
 _ops: ContextVar[Ops] = ContextVar("ops", default="plain")
+
+
+@contextmanager
+def emitting(ops: Ops) -> Iterator[None]:
+    """While exporting: `fused` com.microsoft::MultiHeadAttention, `attention` ai.onnx::Attention (opset 23), or `plain`."""
+    token = _ops.set(ops)
+    try:
+        yield
+    finally:
+        _ops.reset(token)
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of `num_heads` heads of `head_dim` channels; the two need not multiply to d_model."""
+
+    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.key = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.value = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.output = nn.Linear(num_heads * head_dim, d_model, bias)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False) -> Tensor:
+        """x [B, T, d_model] attends to memory [B, S, d_model] where mask [B, S] is real; returns [B, T, d_model].
+
+        `causal` hides keys behind the query, counted from the front (T == S).
+        """
+        q, k, v = self.query(x), self.key(memory), self.value(memory)
+        if torch.onnx.is_in_onnx_export() and _ops.get() == "fused":
+            context = self._fused(q, k, v, mask, causal)
+        else:
+            weights = nn.functional.dropout(self._weights(q, k, mask, causal), self.dropout, self.training)
+            context = rearrange(weights @ self._heads(v), "b h t d -> b t (h d)")
+        out: Tensor = self.output(context)
+        return out
+
+    def weights(self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False) -> Tensor:
+        """The attention weights [B, H, T, S]; each row sums to 1, or to 0 where no key is visible."""
+        return self._weights(self.query(x), self.key(memory), mask, causal)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b t (h d) -> b h t d", h=self.num_heads)
+
+    def _weights(self, q: Tensor, k: Tensor, mask: KeyMask, causal: bool) -> Tensor:
+        scores = self._heads(q) @ self._heads(k).transpose(-2, -1) / math.sqrt(self.head_dim)
+        seen = visible(mask, q.shape[1], causal)  # [B, 1, T or 1, S]
+        # The lowest finite number keeps softmax finite in every precision; a row without keys is then set to zero.
+        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1)
+        return weights * seen.any(dim=-1, keepdim=True)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
+        context = torch.onnx.ops.symbolic(
+            "com.microsoft::MultiHeadAttention",
+            (q, k, v, None, mask.keys),
+            {"num_heads": self.num_heads} | ({"unidirectional": 1} if causal else {}),
+            dtype=q.dtype,
+            shape=q.shape,
+            version=1,
+        )
+        # The operator gives a row without real keys the mean of the padding.
+        return context * mask.row_is_real

@@ -1,0 +1,116 @@
+"""Encoder layers, post-norm and pre-norm, and the built-in encoder that is made of them (Vaswani et al. 2017, section 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor, nn
+
+from tx_export.models.parts.attention import MultiHeadAttention
+from tx_export.models.parts.masks import KeyMask, key_mask
+from tx_export.models.parts.positions import LearnedPositions, SinusoidalPositions
+
+__all__ = ["Activation", "Encoder", "FeedForward", "Norm", "PostNormLayer", "PreNormLayer"]
+
+Activation = Literal["relu", "gelu"]
+Norm = Literal["post", "pre"]
+
+
+class FeedForward(nn.Module):
+    """Position-wise: W2 act(W1 x)."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.activation = nn.ReLU() if activation == "relu" else nn.GELU()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.dropout(self.activation(self.up(x))))
+        return out
+
+
+class PostNormLayer(nn.Module):
+    """x = norm(x + attention(x)); x = norm(x + feed_forward(x))."""
+
+    def __init__(
+        self, attention: MultiHeadAttention, feed_forward: nn.Module, d_model: int, epsilon: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+        self.attention_norm = nn.LayerNorm(d_model, eps=epsilon)
+        self.feed_forward_norm = nn.LayerNorm(d_model, eps=epsilon)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, x, mask)))
+        out: Tensor = self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+        return out
+
+
+class PreNormLayer(nn.Module):
+    """x = x + attention(norm(x)); x = x + feed_forward(norm(x))."""
+
+    def __init__(
+        self, attention: MultiHeadAttention, feed_forward: nn.Module, d_model: int, epsilon: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+        self.attention_norm = nn.LayerNorm(d_model, eps=epsilon)
+        self.feed_forward_norm = nn.LayerNorm(d_model, eps=epsilon)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, normed, mask))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Encoder(nn.Module):
+    """Embeddings times sqrt(d_model) plus positions, then the layers; a pre-norm encoder ends with a norm."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_length: int,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        d_ff: int,
+        dropout: float,
+        activation: Activation,
+        norm: Norm,
+        positions: Literal["sinusoidal", "learned"],
+        epsilon: float,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(self.embedding.weight, std=d_model**-0.5)  # so that the scaled embeddings have unit variance
+        table = SinusoidalPositions if positions == "sinusoidal" else LearnedPositions
+        self.positions = table(max_length, d_model)
+        self.scale = math.sqrt(d_model)
+        self.dropout = nn.Dropout(dropout)
+        layer = PostNormLayer if norm == "post" else PreNormLayer
+        self.layers = nn.ModuleList(
+            layer(
+                MultiHeadAttention(d_model, num_heads, head_dim, dropout),
+                FeedForward(d_model, d_ff, activation, dropout),
+                d_model,
+                epsilon,
+                dropout,
+            )
+            for _ in range(num_layers)
+        )
+        self.final_norm = nn.LayerNorm(d_model, eps=epsilon) if norm == "pre" else nn.Identity()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask [B, T] -> hidden states [B, T, d_model]."""
+        x = self.dropout(self.embedding(input_ids) * self.scale + self.positions(attention_mask))
+        mask = key_mask(attention_mask, x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask)
+        out: Tensor = self.final_norm(x)
+        return out

@@ -1,0 +1,48 @@
+"""Masks: which positions are real. `attention_mask` [B, T] holds 1 for real and 0 for padding, anywhere in the row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["KeyMask", "first_real", "key_mask", "mean_real", "pool", "visible"]
+
+
+class KeyMask(NamedTuple):
+    """What attention needs of a mask, computed once for all layers."""
+
+    keys: Tensor  # [B, S] int32, 1 real and 0 padding
+    row_is_real: Tensor  # [B, 1, 1] float, 0 where a row has no real position
+
+
+def key_mask(attention_mask: Tensor, dtype: torch.dtype) -> KeyMask:
+    """From attention_mask [B, S] of any integer or bool dtype."""
+    keys = (attention_mask != 0).to(torch.int32)
+    return KeyMask(keys, keys.amax(dim=1).to(dtype)[:, None, None])
+
+
+def visible(mask: KeyMask, queries: int, causal: bool) -> Tensor:
+    """Which keys a query may see: bool [B, 1, 1, S], or [B, 1, T, S] when causal."""
+    seen = (mask.keys != 0)[:, None, None, :]
+    if not causal:
+        return seen
+    return seen & torch.ones(queries, mask.keys.shape[1], dtype=torch.bool, device=mask.keys.device).tril()
+
+
+def first_real(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pooling weights [B, T] that pick the first real position; zeros where there is none."""
+    real = (attention_mask != 0).to(torch.int64)
+    return ((real.cumsum(dim=1) == 1) & (real == 1)).to(dtype)
+
+
+def mean_real(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pooling weights [B, T] that average the real positions; zeros where there is none."""
+    real = (attention_mask != 0).to(dtype)
+    return real / real.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def pool(x: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over positions: x [B, T, D], weights [B, T] -> [B, D]."""
+    return (weights.unsqueeze(1) @ x).squeeze(1)
