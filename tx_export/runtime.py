@@ -1,6 +1,59 @@
-"""Runs an artifact with numpy, onnxruntime and (for text) tokenizers; copied into each artifact as run.py."""
+"""Runs an artifact with numpy, onnxruntime and (for text) tokenizers; copied into each artifact as run.py.
 
-__all__ = ["ArtifactError", "ProviderError", "TxExportError"]
+    texts --tokenize--> ids --sort, batch--> feeds --check--> session --rows--> results, in input order
+
+As a program: `python run.py --help`. As a module: `Model(folder)(["a text"])` and `Model(folder).run_arrays(feeds)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TextIO, TypeAlias
+
+import numpy as np
+
+__all__ = [
+    "ArtifactError",
+    "Model",
+    "ProviderError",
+    "TxExportError",
+    "UsageError",
+    "available_threads",
+    "bench",
+    "cpu_name",
+    "main",
+    "pair_up",
+    "read_manifest",
+    "read_texts",
+    "run",
+    "self_test",
+]
+
+Text: TypeAlias = "str | tuple[str, str]"  # one text, or a pair of them
+Result: TypeAlias = dict[str, Any]  # the JSON of one text
 
 
 class TxExportError(Exception):
@@ -15,3 +68,1163 @@ class ArtifactError(TxExportError):
 
 class ProviderError(TxExportError):
     """An execution provider that isn't there, or fails."""
+
+
+class UsageError(TxExportError):
+    """A program called in a way that it can't follow."""
+
+    exit_code = 2
+
+
+# ---- The artifact: a manifest, and files that are what the manifest says they are
+
+_FORMAT = 1
+_NEEDED: dict[str, type] = {
+    "format_version": int,
+    "name": str,
+    "task": str,
+    "min_onnxruntime": str,
+    "inputs": list,
+    "outputs": list,
+    "session": dict,
+    "files": dict,
+}
+_SEARCHED = ("model.onnx", "tokenizer.json", "samples.npz")
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """Read manifest.json and check it: keys, and that each file is inside the folder, whole and unchanged.
+
+    Raises ArtifactError, which names the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        where = f"{folder}: no such folder" if not folder.is_dir() else f"{path}: missing, so this is not an artifact"
+        raise ArtifactError(where) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: can't be read: {error}") from error
+    _check_keys(path, manifest)
+    _check_files(folder, manifest["files"])
+    for name in sorted(manifest["files"]):
+        if name.endswith(".onnx"):
+            _check_external_data(folder, name, manifest["files"])
+    return dict(manifest)
+
+
+def _check_keys(path: Path, manifest: Any) -> None:
+    if not isinstance(manifest, dict):
+        raise ArtifactError(f"{path}: holds no object")
+    version = manifest.get("format_version")
+    if version != _FORMAT:
+        raise ArtifactError(f"{path}: format_version is {version!r}; this program reads {_FORMAT}")
+    for key, kind in _NEEDED.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ArtifactError(f"{path}: key {key!r} is missing or not a {kind.__name__}")
+    for needed in ("model.onnx",) if manifest.get("text") is None else ("model.onnx", "tokenizer.json"):
+        if needed not in manifest["files"]:
+            raise ArtifactError(f"{path}: lists no file {needed}")
+    if not manifest["session"]:
+        raise ArtifactError(f"{path}: has session settings for no provider")
+    try:
+        for item in manifest["inputs"] + manifest["outputs"]:
+            _Tensor.parse(item)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path}: an input or output can't be read: {error!r}") from error
+
+
+def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, expected in sorted(files.items()):
+        path = _inside(folder, name)
+        if not path.is_file():
+            raise ArtifactError(f"{path}: missing; the manifest lists it")
+        if not isinstance(expected, dict) or "bytes" not in expected or "sha256" not in expected:
+            raise ArtifactError(f"{folder / 'manifest.json'}: has no bytes and sha256 for {name}")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise ArtifactError(f"{path}: has {size} bytes where the manifest says {expected['bytes']}")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected["sha256"]:
+            raise ArtifactError(f"{path}: damaged or changed; its sha256 is not the one in the manifest")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file of the artifact; one that leaves the folder, by name or by link, is refused."""
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and ".." not in parts and not name.startswith("/") and "\\" not in name and ":" not in name
+    if not plain or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ArtifactError(f"{folder}: the file {name!r} lies outside the artifact; refused")
+    return folder / name
+
+
+# The parts of an ONNX file in which tensors can hide: message -> field number -> message (onnx.proto).
+_ONNX = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "external"},
+}
+
+
+def _check_external_data(folder: Path, name: str, files: Mapping[str, Any]) -> None:
+    """Refuse a model whose weights lie in a file that the manifest doesn't list; read without the onnx package."""
+    path = folder / name
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            with memoryview(data) as view:
+                locations = set(_external_locations(view, 0, len(view), "model"))
+        except (IndexError, ValueError) as error:
+            raise ArtifactError(f"{path}: not an ONNX file: {error}") from error
+    for location in sorted(locations):
+        if location not in files:
+            raise ArtifactError(f"{path}: its weights are in {location!r}, which the manifest doesn't list; refused")
+
+
+def _external_locations(view: memoryview, start: int, end: int, message: str) -> Iterator[str]:
+    for number, low, high in _protobuf_fields(view, start, end):
+        inner = _ONNX[message].get(number)
+        if inner == "external":
+            entry = {key: bytes(view[a:b]) for key, a, b in _protobuf_fields(view, low, high)}
+            if entry.get(1) == b"location":
+                yield entry.get(2, b"").decode("utf-8")
+        elif inner is not None:
+            yield from _external_locations(view, low, high, inner)
+
+
+def _protobuf_fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of each length-delimited field; the others are skipped."""
+    while start < end:
+        key, start = _varint(view, start)
+        wire = key & 7
+        if wire == 0:
+            start = _varint(view, start)[1]
+        elif wire == 2:
+            size, start = _varint(view, start)
+            yield key >> 3, start, start + size
+            start += size
+        elif wire in (1, 5):
+            start += 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire}")
+    if start != end:
+        raise ValueError("cut short")
+
+
+def _varint(view: memoryview, start: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[start]
+        value |= (byte & 127) << shift
+        start, shift = start + 1, shift + 7
+        if byte < 128:
+            return value, start
+
+
+# ---- The machine: threads, CPU, and what is said about them
+
+
+def available_threads() -> int:
+    """CPUs that this process may use: the least of affinity and cgroup quota (v1 and v2), at least 1."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        allowed = os.cpu_count() or 1
+    return max(1, min([allowed, *(math.ceil(quota) for quota in _cgroup_quotas(Path("/")))]))
+
+
+def _cgroup_quotas(root: Path) -> Iterator[float]:
+    """CPU quotas, in CPUs, of this process's control groups and their parents below `root`."""
+    groups = {"": "/", "cpu": "/"}
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), group)
+    for mount, group in (("sys/fs/cgroup", groups[""]), ("sys/fs/cgroup/unified", groups[""])):
+        for folder in _with_parents(root / mount, group):
+            with contextlib.suppress(OSError, ValueError):  # "max 100000" is no quota
+                quota, period = (folder / "cpu.max").read_text().split()
+                yield int(quota) / int(period)
+    for mount in ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
+        for folder in _with_parents(root / mount, groups["cpu"]):
+            with contextlib.suppress(OSError, ValueError):
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                if int(quota) > 0:  # -1 is no quota
+                    yield int(quota) / int((folder / "cpu.cfs_period_us").read_text())
+
+
+def _with_parents(mount: Path, group: str) -> Iterator[Path]:
+    # Inside a container the group's own path may not be mounted; its files then stand at the mount itself.
+    parts = [part for part in group.split("/") if part not in ("", "..")]
+    return (mount.joinpath(*parts[:count]) for count in range(len(parts), -1, -1))
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    found = _cpu_fields().get("model name", "")
+    return found or platform.processor() or platform.machine() or "unknown"
+
+
+def _cpu_fields() -> dict[str, str]:
+    """The first CPU of /proc/cpuinfo; empty where there is none."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _lacks_vnni() -> bool:
+    """Whether this is an x86 CPU without 8-bit dot products; an unknown platform is not."""
+    flags = _cpu_fields().get("flags", "").split()
+    return bool(flags) and not {"avx512_vnni", "avx_vnni"} & set(flags)
+
+
+_said: set[str] = set()
+
+
+def _notice(message: str) -> None:
+    """Say it on stderr, once in the life of the process."""
+    if message not in _said:
+        _said.add(message)
+        print(f"notice: {message}", file=sys.stderr, flush=True)
+
+
+# ---- The session: ONNX Runtime with the settings of the manifest
+
+
+def _import_onnxruntime(least: str) -> Any:
+    try:
+        onnxruntime = importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise TxExportError(f"onnxruntime can't be imported ({error}); pip install -r requirements.txt") from error
+    found = str(onnxruntime.__version__)
+    if _version(found) < _version(least):
+        raise TxExportError(f"onnxruntime is too old: needs >= {least}, found {found}")
+    return onnxruntime
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def _settings(manifest: Mapping[str, Any], provider: str) -> Mapping[str, Any]:
+    """What the manifest says about a provider; see tx_export/providers for the keys."""
+    try:
+        return dict(manifest["session"][provider])
+    except KeyError as error:
+        known = ", ".join(manifest["session"])
+        raise ProviderError(f"provider {provider}: this artifact has settings for {known} only{_offered()}") from error
+
+
+def _offered() -> str:
+    try:
+        onnxruntime = importlib.import_module("onnxruntime")
+    except ImportError:
+        return ""
+    return f"; onnxruntime {onnxruntime.__version__} here has {', '.join(onnxruntime.get_available_providers())}"
+
+
+def _open_session(model: Path, least: str, provider: str, settings: Mapping[str, Any], threads: int) -> Any:
+    onnxruntime = _import_onnxruntime(least)
+    wanted = settings["provider"]
+    if wanted not in onnxruntime.get_available_providers():
+        raise ProviderError(f"provider {provider}: {wanted} isn't available{_offered()}")
+    try:
+        session = onnxruntime.InferenceSession(
+            str(model),
+            _session_options(onnxruntime, settings, threads),
+            providers=[(wanted, {key: str(value) for key, value in settings.get("provider_options", {}).items()})],
+            disabled_optimizers=list(settings.get("disabled_optimizers", ())),
+            enable_fallback=0,
+        )
+    except Exception as error:
+        kind = ProviderError if wanted != "CPUExecutionProvider" else ArtifactError
+        raise kind(f"{model}: onnxruntime can't load it with provider {provider}: {_first_line(error)}") from error
+    used = session.get_providers()[0]
+    if used != wanted:
+        raise ProviderError(f"provider {provider}: asked for {wanted}, but the session runs on {used}{_offered()}")
+    return session
+
+
+def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    # Set by hand, so that ONNX Runtime neither counts the host's CPUs nor pins threads to them.
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.enable_cpu_mem_arena = settings.get("arena", True)
+    options.enable_mem_pattern = settings.get("mem_pattern", False)
+    levels = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
+    level = levels.get(settings.get("graph_optimization", "all"), "ORT_DISABLE_ALL")
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    for key, value in settings.get("config", {}).items():
+        options.add_session_config_entry(key, str(value))
+    return options
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+# ---- Arrays: what a graph takes, checked before the session sees it
+
+_DIM = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:<=(?P<bound>\d+))?")
+
+
+@dataclass(frozen=True)
+class _Dim:
+    name: str
+    bound: int | None
+
+    def __str__(self) -> str:
+        return self.name if self.bound is None else f"{self.name}<={self.bound}"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """An input or output as the manifest declares it."""
+
+    name: str
+    dtype: np.dtype[Any]
+    dims: tuple[int | _Dim, ...]
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def parse(cls, item: Mapping[str, Any]) -> _Tensor:
+        low, high = item.get("range") or (None, None)
+        dims = tuple(_parse_dim(dim) for dim in item["dims"])
+        return cls(item["name"], np.dtype(item["dtype"]), dims, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}[{','.join(str(dim) for dim in self.dims)}]"
+
+
+def _parse_dim(dim: int | str) -> int | _Dim:
+    if isinstance(dim, int):
+        return dim
+    found = _DIM.fullmatch(dim)
+    if found is None:
+        raise ValueError(f"dim {dim!r}")
+    return _Dim(found["name"], int(found["bound"]) if found["bound"] else None)
+
+
+def _check_feeds(inputs: Sequence[_Tensor], feeds: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """The arrays as the session wants them, and the size of each named dim; TxExportError says what doesn't fit."""
+    feeds = _fill_optional(inputs, feeds)
+    missing = [str(tensor) for tensor in inputs if tensor.name not in feeds]
+    unknown = sorted(set(feeds) - {tensor.name for tensor in inputs})
+    if missing or unknown:
+        parts = [f"missing {', '.join(missing)}"] if missing else []
+        parts += [f"unknown {', '.join(unknown)}"] if unknown else []
+        raise TxExportError(f"inputs: {'; '.join(parts)}; expected {', '.join(map(str, inputs))}")
+    arrays: dict[str, np.ndarray] = {}
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in inputs:
+        array = _convert(tensor, feeds[tensor.name])
+        _check_shape(tensor, array, sizes)
+        _check_range(tensor, array)
+        arrays[tensor.name] = array
+    return arrays, {name: size for name, (size, _) in sizes.items()}
+
+
+def _fill_optional(inputs: Sequence[_Tensor], feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Without attention_mask all positions are real; without token_type_ids all are of type 0."""
+    feeds = dict(feeds)
+    for name, value in (("attention_mask", 1), ("token_type_ids", 0)):
+        tensor = next((tensor for tensor in inputs if tensor.name == name), None)
+        like = next(
+            (other for other in inputs if tensor is not None and _alike(other, tensor) and other.name in feeds), None
+        )
+        if tensor is not None and like is not None and name not in feeds:
+            with contextlib.suppress(ValueError):  # a ragged list is refused by its own name
+                feeds[name] = np.full(np.shape(feeds[like.name]), value, tensor.dtype)
+    return feeds
+
+
+def _alike(one: _Tensor, other: _Tensor) -> bool:
+    return one.name != other.name and one.dims == other.dims and len(one.dims) == 2
+
+
+def _convert(tensor: _Tensor, value: Any) -> np.ndarray:
+    """The value in the declared dtype and in C order; nothing but the precision of a float may get lost."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TxExportError(f"input {tensor.name!r}: {_first_line(error)}; expected {tensor}") from error
+    accepted = "biuf" if tensor.dtype.kind == "f" else "biu"
+    if array.dtype.kind not in accepted and array.size:
+        words = {"biuf": "any float, integer or bool", "biu": "bool and any integer"}[accepted]
+        raise TxExportError(f"input {tensor.name!r}: dtype {array.dtype} given; accepted: {words} (for {tensor})")
+    with np.errstate(all="ignore"):
+        converted = np.ascontiguousarray(array, dtype=tensor.dtype).reshape(array.shape)
+    exact = array.dtype.kind == "f" or np.array_equal(converted, array)
+    if not exact or (array.dtype.kind == "f" and not np.array_equal(np.isfinite(converted), np.isfinite(array))):
+        raise TxExportError(f"input {tensor.name!r}: {array.dtype} values don't fit into {tensor.dtype}")
+    return converted
+
+
+def _check_shape(tensor: _Tensor, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> None:
+    if array.ndim != len(tensor.dims):
+        raise TxExportError(
+            f"input {tensor.name!r}: shape {list(array.shape)} has {array.ndim} dims, not {len(tensor.dims)}: {tensor}"
+        )
+    for dim, size in zip(tensor.dims, array.shape, strict=True):
+        if isinstance(dim, int):
+            if size != dim:
+                raise TxExportError(f"input {tensor.name!r}: a dim is {size} and must be {dim}: {tensor}")
+            continue
+        known, owner = sizes.setdefault(dim.name, (size, tensor.name))
+        if size != known:
+            raise TxExportError(f"input {tensor.name!r}: {dim.name} is {size}, but {known} in {owner!r}")
+        if dim.bound is not None and size > dim.bound:
+            raise TxExportError(f"input {tensor.name!r}: {dim.name} is {size}; the limit is {dim.bound}")
+
+
+def _check_range(tensor: _Tensor, array: np.ndarray) -> None:
+    if tensor.low is None or tensor.high is None or not array.size:
+        return
+    fine = (array >= tensor.low) & (array <= tensor.high)
+    if not fine.all():
+        place = tuple(int(index) for index in np.argwhere(~fine)[0])
+        names = ("row", "position", "channel")
+        where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))
+        raise TxExportError(
+            f"input {tensor.name!r}: {array[place]} at {where or 'its only place'}; allowed {tensor.low}..{tensor.high}"
+        )
+
+
+# ---- Text: tokens, cut to the limit
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One text as the model takes it."""
+
+    index: int  # of the text in the input
+    ids: Sequence[int]
+    type_ids: Sequence[int]
+    tokens: Sequence[str]  # empty unless the task shows them
+    special: Sequence[int]  # 1 where the tokenizer added the token
+    cut: bool
+
+
+class _Tokenizer:
+    """The artifact's tokenizer.json; its own padding and truncation are replaced by ours."""
+
+    def __init__(self, path: Path, text: Mapping[str, Any], shows_tokens: bool) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._tokenizer.no_padding()
+            self._tokenizer.enable_truncation(int(text["max_length"]), strategy="longest_first")
+        except Exception as error:
+            raise ArtifactError(f"{path}: the tokenizer can't be loaded: {_first_line(error)}") from error
+        self.max_length = int(text["max_length"])
+        self.pad_id = int(text.get("pad_id", 0))
+        self._shows_tokens = shows_tokens
+
+    def encode(self, index: int, text: Text) -> _Row:
+        """Tokens of one text or pair, special tokens kept and the longer of a pair cut first."""
+        parts = [self._shorten(part) for part in _parts(index, text)]
+        try:
+            found = self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
+        except Exception as error:
+            raise TxExportError(f"text {index}: the tokenizer failed: {_first_line(error)}") from error
+        if not found.ids:
+            raise TxExportError(f"text {index}: has no tokens, and this tokenizer adds no special ones")
+        cut = bool(found.overflowing)
+        if cut:
+            _notice(
+                f'text {index} was cut to {self.max_length} tokens; with --json all such rows say "truncated": true'
+            )
+        tokens = found.tokens if self._shows_tokens else []
+        return _Row(index, found.ids, found.type_ids, tokens, found.special_tokens_mask, cut)
+
+    def _shorten(self, text: str) -> str:
+        """A prefix with the same first tokens up to the limit, so that cost doesn't grow with what is thrown away.
+
+        It ends between two words, well behind the last token kept; a prefix with too few tokens (one long word, many
+        spaces) is made longer.
+        """
+        size = 16 * self.max_length
+        while size < len(text):
+            prefix = text[:size].rsplit(None, 1)[0]
+            if len(prefix) < size - 1000:
+                prefix = text[:size]
+            plain = self._tokenizer.encode(prefix, add_special_tokens=False)
+            if len(plain.ids) + sum(len(rest.ids) for rest in plain.overflowing) > self.max_length + 128:
+                return prefix
+            size *= 4
+        return text
+
+
+def _parts(index: int, text: Any) -> list[str]:
+    """The one or two strings of a text, with half characters repaired."""
+    parts = [text] if isinstance(text, str) else list(text) if isinstance(text, (tuple, list)) else []
+    if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
+        raise TxExportError(f"text {index}: expected a str or a pair of them, not {type(text).__name__}")
+    return [_repaired(index, part) for part in parts]
+
+
+def _repaired(index: int, text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        _notice(f"text {index} holds half of a surrogate pair; U+FFFD is put in its place")
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+# ---- Results: from the arrays of a batch to the JSON of a text
+
+
+def _scores(kind: str, logits: np.ndarray) -> np.ndarray:
+    """Probabilities of the labels: softmax over them, or a sigmoid for each; one label alone takes the sigmoid."""
+    logits = logits.astype(np.float64)
+    if kind == "sigmoid" or logits.shape[-1] == 1:
+        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)))
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
+
+
+def _classify(logits: np.ndarray, labels: Sequence[str], kind: str) -> Result:
+    scores = _scores(kind, logits)
+    best = int(scores.argmax())
+    names = _label_names(labels, len(scores))
+    by_name = {name: float(score) for name, score in zip(names, scores, strict=True)}
+    return {"label": names[best], "score": float(scores[best]), "scores": by_name}
+
+
+def _label_names(labels: Sequence[str], count: int) -> list[str]:
+    if labels and len(labels) != count:
+        raise ArtifactError(f"manifest.json: has {len(labels)} labels for {count} scores")
+    return list(labels) or [str(number) for number in range(count)]
+
+
+def _label_tokens(logits: np.ndarray, row: _Row, labels: Sequence[str]) -> Result:
+    names = _label_names(labels, logits.shape[-1])
+    kept = [place for place, special in enumerate(row.special) if not special]
+    best = logits.argmax(axis=-1)
+    return {"tokens": [row.tokens[place] for place in kept], "labels": [names[best[place]] for place in kept]}
+
+
+# ---- The model
+
+_WINDOW = 512  # texts that are sorted by length together; results leave in input order, so this bounds memory too
+
+
+class Model:
+    """An opened artifact: call it on a list of texts or pairs, or `run_arrays` on arrays; threads may share it.
+
+    `provider` None is the first one in the manifest, `threads` None all CPUs that the process may use.
+    Raises ArtifactError or ProviderError when the artifact can't be opened.
+    """
+
+    def __init__(self, folder: str | Path, provider: str | None = None, threads: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.provider: str = provider if provider is not None else next(iter(self.manifest["session"]))
+        self.threads = available_threads() if threads is None else threads
+        if self.threads < 1:
+            raise UsageError(f"threads: {self.threads} is not at least 1")
+        self._settings = _settings(self.manifest, self.provider)
+        self._inputs = tuple(_Tensor.parse(item) for item in self.manifest["inputs"])
+        self._outputs = tuple(_Tensor.parse(item) for item in self.manifest["outputs"])
+        self._text: Mapping[str, Any] = self.manifest.get("text") or {}
+        self._lock = threading.Lock()
+        self._sessions: dict[int, Any] = {}
+        self._session(self.threads)
+        self._tokenizer = self._load_tokenizer()
+        if (self.manifest.get("quantized") or {}).get("done") and _lacks_vnni():
+            seen = ", ".join((self.manifest.get("verified_on") or {}).get("instruction_sets") or ["another machine"])
+            _notice(
+                "this CPU has no VNNI: int8 products run in an exact but slower form; accuracy was verified on " + seen
+            )
+
+    def __call__(self, texts: Iterable[Text]) -> list[Result]:
+        """One result per text, in order. Raises TxExportError for a text that can't be taken."""
+        return [result for _, result in self._answers(texts, itertools.repeat(_WINDOW))]
+
+    def stream(self, texts: Iterable[Text]) -> Iterator[Result]:
+        """The same results, each as soon as it and all before it are there; `texts` is read as they are needed."""
+        return (result for _, result in self.stream_with_texts(texts))
+
+    def stream_with_texts(self, texts: Iterable[Text]) -> Iterator[tuple[Text, Result]]:
+        """Each text with its result, as `stream`."""
+        # The first result waits for one text only; soon enough texts come together to be sorted.
+        return self._answers(texts, (min(2**power, _WINDOW) for power in itertools.count()))
+
+    def run_arrays(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Outputs by name. Any layout, lists too; integers of any width, floats of any width where floats are wanted.
+
+        A missing attention_mask is all ones, missing token_type_ids all zeros. Raises TxExportError for the rest.
+        """
+        arrays, sizes = _check_feeds(self._inputs, feeds)
+        if 0 in sizes.values():
+            return self._empty(sizes)
+        return self._run(self.threads, arrays)
+
+    def _empty(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        batch = self._batch_name()
+        if [name for name, size in sizes.items() if size == 0] != [batch]:
+            raise TxExportError("inputs: " + ", ".join(f"{name} is 0" for name in sizes if sizes[name] == 0))
+        known = all(isinstance(dim, int) or dim.name in sizes for tensor in self._outputs for dim in tensor.dims)
+        if not known:
+            raise TxExportError(f"inputs: the batch is empty ({batch} is 0)")
+        return {
+            tensor.name: np.zeros([d if isinstance(d, int) else sizes[d.name] for d in tensor.dims], tensor.dtype)
+            for tensor in self._outputs
+        }
+
+    def _batch_name(self) -> str | None:
+        dim = self._inputs[0].dims[0] if self._inputs and self._inputs[0].dims else None
+        return dim.name if isinstance(dim, _Dim) else None
+
+    def _session(self, threads: int) -> Any:
+        with self._lock:
+            if threads not in self._sessions:
+                least = self.manifest["min_onnxruntime"]
+                path = self.folder / "model.onnx"
+                self._sessions[threads] = _open_session(path, least, self.provider, self._settings, threads)
+            return self._sessions[threads]
+
+    def _run(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        session = self._session(threads)
+        try:
+            found = session.run([tensor.name for tensor in self._outputs], dict(arrays))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+            raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
+        return {tensor.name: array for tensor, array in zip(self._outputs, found, strict=True)}
+
+    def _load_tokenizer(self) -> _Tokenizer | None:
+        if not self._text:
+            return None
+        shows_tokens = self.manifest["task"] == "token-classification"
+        return _Tokenizer(self.folder / "tokenizer.json", self._text, shows_tokens)
+
+    def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
+        if self._tokenizer is None:
+            raise TxExportError(
+                f"{self.folder}: has no tokenizer, so it takes arrays only (Model.run_arrays), not text"
+            )
+        if isinstance(texts, str):
+            raise TxExportError("texts: expected a list of texts, not one str")
+        source, start = iter(texts), 0
+        while window := list(itertools.islice(source, next(windows))):
+            rows = [self._encode(self._tokenizer, start + place, text) for place, text in enumerate(window)]
+            yield from zip(window, self._answer(rows), strict=True)
+            start += len(window)
+
+    def _encode(self, tokenizer: _Tokenizer, index: int, text: Text) -> _Row:
+        row = tokenizer.encode(index, text)
+        ids = self._inputs[0]
+        if ids.high is not None and max(row.ids) > ids.high:
+            raise TxExportError(f"text {index}: token id {max(row.ids)}; the model takes {ids.low}..{ids.high}")
+        return row
+
+    def _answer(self, rows: Sequence[_Row]) -> Iterator[Result]:
+        """Results of a window in order: many batches go to workers of one thread each, few to all threads in turn."""
+        batches = _batches(rows, self._settings.get("batch_tokens", 1024))
+        many = self._settings.get("one_thread_workers", False) and len(batches) >= 2 * self.threads > 2
+        with ThreadPoolExecutor(self.threads if many else 1) as workers:
+            futures: dict[int, Future[list[Result]]] = {}
+            for batch in batches:
+                future = workers.submit(self._run_rows, 1 if many else self.threads, batch)
+                futures |= {row.index: future for row in batch}
+            places = {row.index: place for batch in batches for place, row in enumerate(batch)}
+            try:
+                for row in rows:
+                    yield futures[row.index].result()[places[row.index]]
+            finally:
+                workers.shutdown(cancel_futures=True)
+
+    def _run_rows(self, threads: int, rows: Sequence[_Row]) -> list[Result]:
+        arrays, _ = _check_feeds(self._inputs, self._feeds(rows))
+        outputs = self._run(threads, arrays)
+        return [self._result(row, place, outputs) for place, row in enumerate(rows)]
+
+    def _feeds(self, rows: Sequence[_Row]) -> dict[str, np.ndarray]:
+        """Rows padded on the right to the longest of them."""
+        assert self._tokenizer is not None
+        longest = max(len(row.ids) for row in rows)
+        names = {tensor.name for tensor in self._inputs}
+        feeds = {"input_ids": np.full((len(rows), longest), self._tokenizer.pad_id, np.int64)}  # [batch, tokens]
+        feeds |= {name: np.zeros((len(rows), longest), np.int64) for name in ("attention_mask", "token_type_ids")}
+        for place, row in enumerate(rows):
+            feeds["input_ids"][place, : len(row.ids)] = row.ids
+            feeds["token_type_ids"][place, : len(row.ids)] = row.type_ids
+            feeds["attention_mask"][place, : len(row.ids)] = 1
+        return {name: array for name, array in feeds.items() if name in names}
+
+    def _result(self, row: _Row, place: int, outputs: Mapping[str, np.ndarray]) -> Result:
+        task, labels = self.manifest["task"], self._text.get("labels") or ()
+        main = outputs[self._outputs[0].name][place]
+        if task == "text-classification":
+            result = _classify(main, labels, self._text.get("scores", "softmax"))
+        elif task == "sentence-embedding":
+            result = {"embedding": main.tolist()}
+        elif task == "token-classification":
+            result = _label_tokens(main, row, labels)
+        else:
+            shown = ((tensor, outputs[tensor.name]) for tensor in self._outputs)
+            result = {"outputs": {tensor.name: self._own(tensor, array, row, place) for tensor, array in shown}}
+        return result | {"truncated": True} if row.cut else result
+
+    def _own(self, tensor: _Tensor, array: np.ndarray, row: _Row, place: int) -> Any:
+        """One text's part of an output as nested lists, padding left out."""
+        tokens = self._inputs[0].dims[-1]
+        batch = self._batch_name()
+        keys: list[int | slice] = []
+        for dim in tensor.dims:
+            name = dim.name if isinstance(dim, _Dim) else None
+            own = isinstance(tokens, _Dim) and name == tokens.name
+            keys.append(place if name == batch and name is not None else slice(len(row.ids)) if own else slice(None))
+        return array[tuple(keys)].tolist()
+
+
+def _batches(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+    """Rows sorted by length, the longest first, and cut so that rows x longest <= budget (one row may be more)."""
+    batches: list[list[_Row]] = []
+    for row in sorted(rows, key=lambda row: -len(row.ids)):
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].ids) <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+# ---- The self-test: the samples of the artifact, on this machine
+
+
+def self_test(model: Model) -> dict[str, Any]:
+    """Compare the model here with the eager outputs in samples.npz, at real positions, all samples together.
+
+    Returns {"agrees", "provider", "cases", "outputs": {name: {"max_abs", "sqnr_db", "non_finite", "agrees", "limit"}}};
+    an infinite ratio is None. Non-finite values never agree.
+    """
+    limits = (model.manifest.get("verification") or {}).get("self_test")
+    if not isinstance(limits, dict) or "samples.npz" not in model.manifest["files"]:
+        raise ArtifactError(f"{model.folder}: has no samples.npz with limits, so there is nothing to test")
+    cases = _read_samples(model.folder / "samples.npz")
+    differences: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for case in cases:
+        found = model.run_arrays(case["input"])
+        mask = case["input"].get("attention_mask")
+        for name, expected in case["output"].items():
+            if name not in found or found[name].shape != expected.shape:
+                raise ArtifactError(f"output {name!r}: shape {expected.shape} expected from the samples")
+            differences.setdefault(name, []).append((_real(found[name], mask), _real(expected, mask)))
+    outputs = {name: _agreement(pairs, limits.get(name, limits)) for name, pairs in differences.items()}
+    agrees = bool(outputs) and all(output["agrees"] for output in outputs.values())
+    return {"agrees": agrees, "provider": model.provider, "cases": len(cases), "outputs": outputs}
+
+
+def _read_samples(path: Path) -> list[dict[str, dict[str, np.ndarray]]]:
+    cases: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            for key in archive.files:
+                case, _, rest = key.partition("/")
+                kind, _, name = rest.partition("/")
+                if kind in ("input", "output"):
+                    cases.setdefault(case, {"input": {}, "output": {}})[kind][name] = archive[key]
+    except (OSError, ValueError, EOFError) as error:
+        raise ArtifactError(f"{path}: can't be read: {_first_line(error)}") from error
+    return [cases[case] for case in sorted(cases)]
+
+
+def _real(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The values at real positions, flat: of [batch, tokens, ...] those where the mask is not 0, else all."""
+    if mask is not None and array.ndim > 2 and array.shape[:2] == mask.shape:
+        array = array[mask != 0]
+    return array.astype(np.float64).reshape(-1)
+
+
+def _agreement(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limit: Mapping[str, float]) -> Result:
+    found = np.concatenate([pair[0] for pair in pairs])
+    expected = np.concatenate([pair[1] for pair in pairs])
+    non_finite = int((~np.isfinite(found)).sum() + (~np.isfinite(expected)).sum())
+    report: Result = {"max_abs": None, "sqnr_db": None, "non_finite": non_finite, "agrees": False, "limit": dict(limit)}
+    if non_finite or not found.size:
+        return report
+    noise = float(((found - expected) ** 2).sum())
+    sqnr = math.inf if noise == 0 else 10 * math.log10(max(float((expected**2).sum()), 1e-300) / noise)
+    report["max_abs"] = float(np.abs(found - expected).max())
+    report["sqnr_db"] = sqnr if math.isfinite(sqnr) else None
+    report["agrees"] = sqnr >= limit.get("sqnr_db", math.inf) or report["max_abs"] <= limit.get("max_abs", -1.0)
+    return report
+
+
+# ---- The bench: how long one call takes, by batch and tokens
+
+
+def bench(
+    folder: str | Path,
+    batches: Sequence[int] = (1, 8),
+    tokens: Sequence[int] = (16, 128, 512),
+    provider: str | None = None,
+    threads: int | None = None,
+    seconds: float = 2.0,
+) -> dict[str, Any]:
+    """Time full random batches, `seconds` a row, warm-up left out; tokens over the bound are dropped with a notice."""
+    if not batches or not tokens or min(*batches, *tokens) < 1:
+        raise UsageError("bench: batch and tokens are numbers from 1 up")
+    start = time.perf_counter()
+    model = Model(folder, provider, threads)
+    load_ms = round(1000 * (time.perf_counter() - start), 3)
+    bound = _token_bound(model)
+    dropped = [count for count in tokens if bound is not None and count > bound]
+    if dropped:
+        _notice(f"bench: {', '.join(map(str, dropped))} tokens are over the bound of {bound}; left out")
+    rows = [
+        _time_row(model, batch, count, seconds) | {"load_ms": load_ms}
+        for count in tokens
+        for batch in batches
+        if count not in dropped
+    ]
+    onnxruntime = _import_onnxruntime(model.manifest["min_onnxruntime"])
+    return {"rows": rows, "threads": model.threads, "cpu": cpu_name(), "onnxruntime": str(onnxruntime.__version__)}
+
+
+def _token_bound(model: Model) -> int | None:
+    bounds = [dim.bound for tensor in model._inputs for dim in tensor.dims[1:] if isinstance(dim, _Dim)]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _time_row(model: Model, batch: int, tokens: int, seconds: float) -> dict[str, Any]:
+    feeds = _random_feeds(model, batch, tokens)
+
+    def once() -> float:
+        start = time.perf_counter()
+        model.run_arrays(feeds)
+        return 1000 * (time.perf_counter() - start)
+
+    first = once()
+    deadline = time.perf_counter() + 0.1 * seconds
+    while time.perf_counter() < deadline:
+        once()
+    times = [once()]
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline or len(times) < 5:
+        times.append(once())
+    middle, late = np.percentile(times, [50, 95])
+    return {
+        "contender": model.manifest["name"],
+        "batch": batch,
+        "tokens": tokens,
+        "p50_ms": round(float(middle), 4),
+        "p95_ms": round(float(late), 4),
+        "tokens_per_s": round(1000 * batch * tokens / float(middle), 1),
+        "peak_rss_mb": _peak_rss_mb(),
+        "first_ms": round(first, 4),
+        "runs": len(times),
+        "provider": model.provider,
+    }
+
+
+def _random_feeds(model: Model, batch: int, tokens: int) -> dict[str, np.ndarray]:
+    """Seeded values in the declared ranges, masks full; the first named dim is the batch, the others are tokens."""
+    random = np.random.default_rng(0)
+    feeds = {}
+    for tensor in model._inputs:
+        named = [dim for dim in tensor.dims if isinstance(dim, _Dim)]
+        sizes = {dim.name: batch if dim.name == model._batch_name() else tokens for dim in named}
+        shape = [dim if isinstance(dim, int) else sizes[dim.name] for dim in tensor.dims]
+        low, high = (tensor.low or 0, tensor.high if tensor.high is not None else 1)
+        if tensor.name.endswith("mask"):
+            feeds[tensor.name] = np.ones(shape, tensor.dtype)
+        elif tensor.dtype.kind == "f":
+            feeds[tensor.name] = random.uniform(low, high, shape).astype(tensor.dtype)
+        else:
+            feeds[tensor.name] = random.integers(int(low), int(high), shape, endpoint=True).astype(tensor.dtype)
+    return feeds
+
+
+def _peak_rss_mb() -> float | None:
+    """The most memory that this process has held; None where the system doesn't tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
+
+
+# ---- Texts from arguments, files and standard input
+
+_KINDS = ".txt, .tsv, .jsonl or .csv"
+
+
+def read_texts(source: str | Path, column: str | None = None) -> Iterator[Text]:
+    """Texts of a file, by its extension, or of standard input (`-`, one text a line); read as they are asked for.
+
+    An empty line of a .txt is an empty text; so results and lines keep step. Raises TxExportError with the line.
+    """
+    suffix = ".txt" if str(source) == "-" else Path(source).suffix.lower()
+    readers: dict[str, Callable[[str, Iterator[str]], Iterator[Text]]] = {
+        ".txt": lambda name, lines: lines,
+        ".tsv": _read_tsv,
+        ".jsonl": _read_jsonl,
+        ".csv": lambda name, lines: _read_csv(name, lines, column),
+    }
+    if suffix not in readers:
+        raise UsageError(f"--input {source}: expected a {_KINDS} file, or - for standard input")
+    if (suffix == ".csv") != (column is not None):
+        raise UsageError(f"--input {source}: --column NAME goes with .csv files, and they need it")
+    if str(source) != "-" and not Path(source).is_file():
+        raise UsageError(f"--input {source}: no such file")
+    return readers[suffix](str(source), _read_lines(source))
+
+
+def _read_lines(source: str | Path) -> Iterator[str]:
+    """Lines without their ends (LF or CRLF) and without a byte order mark."""
+    name = "standard input" if str(source) == "-" else str(source)
+    try:
+        with contextlib.nullcontext(sys.stdin.buffer) if str(source) == "-" else Path(source).open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise TxExportError(f"{name}, line {number}: not UTF-8 ({error.reason})") from error
+                yield text.removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise TxExportError(f"{name}: can't be read: {error.strerror}") from error
+
+
+def _read_tsv(name: str, lines: Iterator[str]) -> Iterator[Text]:
+    for number, line in enumerate(lines, 1):
+        columns = line.split("\t")
+        if len(columns) > 2:
+            raise TxExportError(f"{name}, line {number}: {len(columns)} columns; expected one text, or two (a pair)")
+        yield columns[0] if len(columns) == 1 else (columns[0], columns[1])
+
+
+def _read_jsonl(name: str, lines: Iterator[str]) -> Iterator[Text]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TxExportError(f"{name}, line {number}: not JSON: {_first_line(error)}") from error
+        text, pair = (item.get("text"), item.get("pair")) if isinstance(item, dict) else (item, None)
+        if not isinstance(text, str) or not isinstance(pair, (str, type(None))):
+            raise TxExportError(f'{name}, line {number}: expected {{"text": "..."}}, with "pair": "..." for a pair')
+        yield text if pair is None else (text, pair)
+
+
+def _read_csv(name: str, lines: Iterator[str], column: str | None) -> Iterator[Text]:
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts over 131,072 characters
+    table = csv.DictReader(line + "\n" for line in lines)
+    try:
+        if column not in (table.fieldnames or ()):
+            raise TxExportError(f"{name}: no column {column!r}; it has {', '.join(table.fieldnames or ())}")
+        for row in table:
+            if row[column] is None:
+                raise TxExportError(f"{name}, line {table.line_num}: too few columns")
+            yield row[column]
+    except csv.Error as error:
+        raise TxExportError(f"{name}, line {table.line_num}: {_first_line(error)}") from error
+
+
+def pair_up(texts: Sequence[str], pairs: Sequence[str]) -> list[Text]:
+    """Pairs of texts: the nth with the nth, or one text with each; without `pairs` the texts alone."""
+    if not pairs:
+        return list(texts)
+    if len(texts) not in (1, len(pairs)):
+        raise UsageError(f"--pair: given {len(pairs)} times for {len(texts)} texts; once for each, or one text for all")
+    return list(zip(texts if len(texts) > 1 else itertools.repeat(texts[0]), pairs, strict=False))
+
+
+def _is_piped() -> bool:
+    """Whether standard input holds something to read: a pipe, file or socket, not a terminal or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+# ---- The program
+
+
+def run(
+    folder: str | Path,
+    texts: Sequence[str] = (),
+    *,
+    pairs: Sequence[str] = (),
+    source: str | Path | None = None,
+    column: str | None = None,
+    provider: str | None = None,
+    threads: int | None = None,
+    as_json: bool = False,
+    out: TextIO | None = None,
+) -> None:
+    """Print the result of each text, in order, as soon as it is there: what `run` and `run.py` do.
+
+    Texts are the arguments, else `source` (a file, or `-`), else piped standard input; UsageError with none of them.
+    """
+    if texts and source is not None:
+        raise UsageError("texts come either as arguments or from --input, not both")
+    if pairs and not texts:
+        raise UsageError("--pair goes with a TEXT argument; files hold pairs as .tsv or .jsonl")
+    if not texts and source is None:
+        if not _is_piped():
+            raise UsageError("no text: give TEXT arguments, --input FILE, or pipe one text a line")
+        source = "-"
+    items = pair_up(texts, pairs) if source is None else read_texts(source, column)
+    model = Model(folder, provider, threads)
+    out = sys.stdout if out is None else out
+    line = _json_line if as_json else _text_line
+    try:
+        for text, result in model.stream_with_texts(items):
+            print(line(text, result), file=out, flush=True)
+    except BrokenPipeError:
+        # Whoever reads has enough. Python would complain once more when it flushes at exit.
+        if out is sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def _json_line(text: Text, result: Result) -> str:
+    return json.dumps(result)
+
+
+def _text_line(text: Text, result: Result) -> str:
+    if "label" not in result:
+        return _json_line(text, result)
+    shown = " ".join(
+        re.split(r"[\t\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+", text if isinstance(text, str) else " | ".join(text))
+    )
+    shown = shown.encode("utf-8", "replace").decode("utf-8")
+    return f"{result['label']}\t{result['score']:.4f}\t{shown}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="run.py", description="Run this artifact on texts, test it or time it.")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, piped input, one text a line")
+    parser.add_argument(
+        "--pair", action="append", default=[], metavar="TEXT", help="the second text of each TEXT, or many for one"
+    )
+    parser.add_argument("--input", metavar="FILE", help=f"{_KINDS}; - is standard input")
+    parser.add_argument("--column", metavar="NAME", help="the column of a .csv that holds the text")
+    parser.add_argument("--provider", metavar="NAME", help="execution provider (default: the artifact's first)")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: all CPUs that the process may use")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--self-test", action="store_true", help="compare with the samples; exit code 0 when they agree"
+    )
+    parser.add_argument("--bench", action="store_true", help="time it and print the rows as JSON")
+    parser.add_argument("--batch", type=_positives, default=(1, 8), metavar="LIST", help="of --bench, default 1,8")
+    parser.add_argument(
+        "--tokens", type=_positives, default=(16, 128, 512), metavar="LIST", help="of --bench, default 16,128,512"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None, folder: str | Path | None = None) -> int:
+    """The program: parse, print, and return the exit code (0 done, 1 failed, 2 usage, 130 interrupted)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = _parser().parse_args(argv)
+        return _dispatch(options, Path(__file__).resolve().parent if folder is None else Path(folder))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        known = isinstance(error, TxExportError)
+        message = _first_line(error) if known else f"unexpected {type(error).__name__}: {_first_line(error)}"
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return error.exit_code if isinstance(error, TxExportError) else 1
+
+
+def _dispatch(options: argparse.Namespace, folder: Path) -> int:
+    if options.self_test and options.bench:
+        raise UsageError("--self-test or --bench, not both")
+    if (options.self_test or options.bench) and (options.texts or options.input is not None):
+        raise UsageError("--self-test and --bench take no text")
+    if options.bench:
+        report = bench(folder, options.batch, options.tokens, options.provider, options.threads)
+        print(json.dumps(report))
+        return 0
+    if options.self_test:
+        _probe_onnxruntime()
+        report = self_test(Model(folder, options.provider, options.threads))
+        print(json.dumps(report) if options.json else _report_lines(report))
+        return 0 if report["agrees"] else 1
+    run(
+        folder,
+        options.texts,
+        pairs=options.pair,
+        source=options.input,
+        column=options.column,
+        provider=options.provider,
+        threads=options.threads,
+        as_json=options.json,
+    )
+    return 0
+
+
+def _report_lines(report: Mapping[str, Any]) -> str:
+    lines = []
+    for name, output in report["outputs"].items():
+        verdict = "agrees" if output["agrees"] else "DIFFERS"
+        limit = ", ".join(
+            f"{key} {value:g}" for key, value in output["limit"].items() if isinstance(value, (int, float))
+        )
+        largest = "not finite" if output["max_abs"] is None else f"{output['max_abs']:.3g}"
+        ratio = "exact" if output["sqnr_db"] is None else f"{output['sqnr_db']:.1f} dB"
+        ratio = f"{output['non_finite']} values not finite" if output["non_finite"] else ratio
+        lines.append(f"{name}: largest difference {largest} ({ratio}; limit {limit}): {verdict}")
+    return "\n".join([*lines, f"provider: {report['provider']}, {report['cases']} samples"])
+
+
+def _probe_onnxruntime() -> None:
+    """Import onnxruntime in a child first: on some CPUs the import kills the process before it can say anything."""
+    code = "import sys; sys.path[:] = sys.argv[1:]; import onnxruntime"
+    child = subprocess.run([sys.executable, "-c", code, *sys.path], capture_output=True, text=True, errors="replace")
+    if child.returncode >= 0:
+        return  # a plain ImportError is told by the import in this process
+    try:
+        name = signal.Signals(-child.returncode).name
+    except ValueError:
+        name = f"signal {-child.returncode}"
+    try:
+        version = importlib.metadata.version("onnxruntime")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    raise TxExportError(f"onnxruntime {version} crashed with {name} when imported on this CPU ({cpu_name()})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

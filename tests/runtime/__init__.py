@@ -1,0 +1,1 @@
+"""Tests of the runtime; they share the tiny artifacts of `artifact.py`."""
