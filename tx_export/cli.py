@@ -1,0 +1,168 @@
+"""The command line: parse, one library call, print. Heavy imports are inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from tx_export import __version__, _arguments, _console, _tables
+
+__all__ = ["main", "program"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run tx-export and exit."""
+    sys.exit(_console.run(program, sys.argv[1:] if arguments is None else arguments))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, no_args_is_help=False)
+@click.version_option(__version__, prog_name="tx-export", message="%(prog)s %(version)s")
+@_arguments.debug
+def program() -> None:
+    """Compile PyTorch Transformers into small, fast, proven ONNX artifacts."""
+
+
+@program.command()
+@click.argument("source", required=False)
+@_arguments.size
+@_arguments.settings
+@click.option("--weights", metavar="FILE|random[:SEED]", help="Default: the shipped or the checkpoint's weights.")
+@click.option("--task", metavar="NAME", help="Default: what the checkpoint says.")
+@click.option(
+    "--input", "inputs", metavar="SPEC", multiple=True, help="NAME:DTYPE[DIM,...]{LO..HI} of a module; repeat."
+)
+@click.option("--quantize", metavar="PASS|none", help="Default: dynamic_int8 for cpu, none for cuda.")
+@click.option("--passes", metavar="TEXT", help="The whole pipeline, instead of --quantize.")
+@click.option("--calibrate", type=_arguments.FILE, help="Text for choices and for measuring drift, one a line.")
+@click.option("--eval", "evaluate", type=_arguments.FILE, help="Labelled text, for the accuracy budget.")
+@click.option("--budget", metavar="KEY=X,...", help="max_abs, sqnr_db, cosine, agreement, accuracy, invariance_db.")
+@click.option("--max-length", type=click.IntRange(min=1), help="The most tokens of a text.")
+@click.option("--provider", default="cpu", show_default=True, help="Where the artifact will run.")
+@click.option(
+    "--target-ort", metavar="X.Y", help="The oldest ONNX Runtime that must run it; default: the installed one."
+)
+@click.option("--ops", type=click.Choice(("fused", "standard")), default="fused", show_default=True)
+@click.option("-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/NAME.")
+@click.option("--force", is_flag=True, help="Replace an artifact that is there.")
+@_arguments.json
+@_arguments.debug
+def build(
+    source: str | None, size: str, settings: dict[str, str], weights: str | None, task: str | None,
+    inputs: tuple[str, ...], quantize: str | None, passes: str | None, calibrate: Path | None, evaluate: Path | None,
+    budget: str | None, max_length: int | None, provider: str, target_ort: str | None, ops: str,
+    output: Path | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Build an artifact from SOURCE: a built-in name, a checkpoint folder, file.py:NAME or package.module:NAME.
+
+    Without SOURCE, the shipped sentiment classifier.
+    """
+    if passes is not None and quantize is not None:
+        raise click.UsageError("--passes is the whole pipeline; it can't stand beside --quantize")
+    from tx_export import compiler, runtime
+
+    options = compiler.BuildOptions(
+        source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, quantize=quantize,
+        passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget, max_length=max_length,
+        provider=provider, target_ort=target_ort, ops=ops, output=output, force=force,
+    )  # fmt: skip
+    with _console.working() as progress:
+        folder = compiler.build(options, progress)
+    manifest = runtime.read_manifest(folder)
+    _tables.print_json(manifest) if as_json else _tables.print_manifest(folder, manifest)
+
+
+@program.command()
+@click.argument("artifact", type=_arguments.ARTIFACT)
+@click.argument("texts", nargs=-1, metavar="[TEXT]...")
+@click.option("--pair", "pairs", multiple=True, metavar="TEXT", help="The second text of each TEXT, or many for one.")
+@click.option("--input", "source", metavar="FILE|-", help=".txt, .tsv, .jsonl or .csv; - is standard input.")
+@click.option("--column", metavar="NAME", help="The column of a .csv that holds the text.")
+@click.option("--provider", metavar="NAME", help="Default: the artifact's first.")
+@_arguments.threads
+@_arguments.json
+@_arguments.debug
+def run(
+    artifact: Path, texts: tuple[str, ...], pairs: tuple[str, ...], source: str | None, column: str | None,
+    provider: str | None, threads: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Run ARTIFACT on texts: arguments, a file, or piped input."""
+    from tx_export import runtime
+
+    runtime.run(
+        artifact, texts, pairs=pairs, source=source, column=column, provider=provider, threads=threads, as_json=as_json
+    )
+
+
+@program.command()
+@click.argument("artifact", type=_arguments.ARTIFACT)
+@_arguments.source
+@_arguments.json
+@_arguments.debug
+def compare(artifact: Path, source: str | None, as_json: bool) -> None:
+    """Compare ARTIFACT with its eager model over all shapes and masks that it promises."""
+    from tx_export import compiler
+    from tx_export.errors import BudgetError
+
+    with _console.working():
+        report = compiler.compare(artifact, source)
+    _tables.print_json(report) if as_json else _tables.print_comparison(report)
+    if report["verdict"] != "pass":
+        raise BudgetError(report.get("reason") or f"{artifact} is outside its error budget")
+
+
+@program.command()
+@click.argument("artifact", type=_arguments.ARTIFACT)
+@_arguments.source
+@click.option("--batch", default="1,8", show_default=True, callback=_arguments.parse_numbers)
+@click.option("--tokens", default="16,128,512", show_default=True, callback=_arguments.parse_numbers)
+@click.option("--against", default="eager,compile,fp32", show_default=True, callback=_arguments.parse_contenders)
+@_arguments.threads
+@click.option("--chart", type=_arguments.NEW_FILE, metavar="FILE.png", help="Draw a chart too (needs the plot extra).")
+@_arguments.json
+@_arguments.debug
+def bench(
+    artifact: Path, source: str | None, batch: tuple[int, ...], tokens: tuple[int, ...], against: tuple[str, ...],
+    threads: int | None, chart: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time ARTIFACT beside eager, torch.compile and fp32."""
+    from tx_export import benchmark
+
+    with _console.working() as progress:
+        report = benchmark.bench(
+            artifact, source=source, batch=batch, tokens=tokens, against=against, threads=threads, progress=progress
+        )
+        if chart is not None:
+            benchmark.chart(report, chart)
+    _tables.print_json(report) if as_json else _tables.print_timings(report)
+
+
+@program.command()
+@click.argument("path", metavar="ARTIFACT|FILE.onnx", type=_arguments.PATH)
+@_arguments.json
+@_arguments.debug
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what an artifact or an ONNX file is."""
+    from tx_export import runtime
+
+    if path.is_dir():
+        manifest = runtime.read_manifest(path)
+        _tables.print_json(manifest) if as_json else _tables.print_manifest(path, manifest)
+        return
+    from tx_export._graph_summary import summarize
+
+    graph = summarize(path)
+    _tables.print_json(graph) if as_json else _tables.print_graph(graph)
+
+
+@program.command(name="list")
+@_arguments.debug
+def list_() -> None:
+    """List the models, passes and providers, each in one line."""
+    from tx_export import plugins
+
+    kinds: tuple[plugins.Kind, ...] = ("model", "pass", "provider")
+    _tables.print_columns((kind, name, plugins.summary(kind, name)) for kind in kinds for name in plugins.names(kind))
