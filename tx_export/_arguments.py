@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 __all__ = [
     "ARTIFACT",
     "FILE",
+    "LOOP",
     "NEW_FILE",
     "NEW_FOLDER",
     "PATH",
     "debug",
     "json",
+    "loop",
     "parse_contenders",
     "parse_numbers",
     "parse_settings",
@@ -22,6 +26,9 @@ __all__ = [
     "source",
     "threads",
 ]
+
+LOOP = f"{__name__}.loop"  # where a click context keeps the options of the training loop that were given
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 ARTIFACT = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -64,3 +71,37 @@ size = click.option("--size", type=click.Choice(("small", "medium", "large")), d
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, callback=parse_settings, help="A model option; repeat."
 )
+
+
+def _collect(context: click.Context, option: click.Parameter, value: object) -> None:
+    if value is not None:
+        context.meta.setdefault(LOOP, {})[option.name] = value
+
+
+def _of_loop(name: str, field: str, kind: Any, meaning: str) -> Callable[[_Command], _Command]:
+    return click.option(name, field, type=kind, expose_value=False, callback=_collect, help=meaning)
+
+
+def loop(command: _Command) -> _Command:
+    """The options of the training loop; what isn't given keeps the loop's default."""
+    count, share = click.IntRange(min=1), click.FloatRange(0, 1, max_open=True)
+    options = (
+        _of_loop("--batch", "batch_size", count, "Examples an update; default: 32, 64 or 128 by size."),
+        _of_loop("--accumulation", "accumulation", count, "Parts that a batch is cut into."),
+        _of_loop("--epochs", "epochs", count, "At most."),
+        _of_loop("--warmup", "warmup", count, "Steps until the learning rate falls."),
+        _of_loop("--rate-factor", "rate_factor", float, "Times the article's learning rate."),
+        _of_loop("--label-smoothing", "label_smoothing", share, "Probability that the other labels share."),
+        _of_loop("--word-dropout", "word_dropout", share, "Share of tokens read as unknown."),
+        _of_loop("--average", "average", share, "Decay of the moving average of the weights; 0: none."),
+        _of_loop("--clip", "clip", float, "Largest norm of the gradient."),
+        _of_loop("--precision", "precision", click.Choice(("float32", "bfloat16")), "Of forward and backward."),
+        _of_loop("--activations", "activations", click.Choice(("keep", "recompute")), "recompute saves memory."),
+        _of_loop("--evaluate-every", "evaluate_every", count, "Steps; default: once an epoch."),
+        _of_loop("--patience", "patience", count, "Evaluations without a better one before training stops."),
+        _of_loop("--checkpoint-every", "checkpoint_every", count, "Steps."),
+        _of_loop("--seed", "seed", int, "Of weights, order and dropout."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -10,10 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import click
 
-__all__ = ["run", "working"]
+if TYPE_CHECKING:
+    from tx_export.training import TrainRecord
+
+__all__ = ["run", "stepping", "working"]
+
 
 _INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -101,3 +106,28 @@ def working() -> Iterator[Callable[[str], None]]:
 
         with Console(stderr=True).status("") as status:
             yield lambda line: status.update(Text(line))
+
+
+@contextmanager
+def stepping() -> Iterator[Callable[[TrainRecord], None]]:
+    """Gives a function that shows a step of training: as a bar on a terminal, elsewhere a line for each evaluation."""
+    if not sys.stderr.isatty():
+        yield lambda record: None if record.held_out is None else print(_judged(record), file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("training")
+
+        def show(record: TrainRecord) -> None:
+            bar.update(task, completed=record.step, total=record.steps, description=f"loss {record.loss:.3f}")
+            if record.held_out is not None:
+                bar.console.print(_judged(record), highlight=False)
+
+        yield show
+
+
+def _judged(record: TrainRecord) -> str:
+    held_out = ", ".join(f"{name} {value:.4f}" for name, value in sorted((record.held_out or {}).items()))
+    return f"epoch {record.epoch + 1}, step {record.step} of at most {record.steps}: held-out {held_out}"

@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-__all__ = ["print_columns", "print_comparison", "print_graph", "print_json", "print_manifest", "print_timings"]
+if TYPE_CHECKING:
+    from tx_export.training import TrainResult
+
+__all__ = [
+    "print_columns",
+    "print_comparison",
+    "print_graph",
+    "print_json",
+    "print_manifest",
+    "print_timings",
+    "print_training",
+]
 
 
 def print_json(value: object) -> None:
@@ -65,6 +76,15 @@ def print_timings(report: Mapping[str, Any]) -> None:
         rows.append([row["contender"], str(row["batch"]), str(row["tokens"]), *(_figure(row[m]) for m in measures)])
     print_columns(rows)
     click.echo(f"{report['threads']} threads, {report['cpu']}, onnxruntime {report['onnxruntime']}")
+
+
+def print_training(result: TrainResult) -> None:
+    """Where the weights are and how good they are."""
+    metrics = sorted(result.metrics.items())
+    steps = f"{result.best_step} of {result.steps}"
+    print_columns(
+        [("weights", result.folder), ("best step", steps), *((f"held-out {name}", f"{x:.4f}") for name, x in metrics)]
+    )
 
 
 def _tensor(tensor: Mapping[str, Any]) -> str:
