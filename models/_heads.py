@@ -1,0 +1,88 @@
+"""Heads that Hugging Face families share: hidden states [B, T, D] and attention_mask [B, T] in, a task's output out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tx_export.models.parts.masks import first_real, mean_real, pool
+
+__all__ = ["HiddenHead", "Pooling", "SentenceHead", "TextHead", "TokenHead", "WordHead"]
+
+Pooling = Literal["mean", "cls", "max"]
+
+
+class HiddenHead(nn.Module):
+    """The hidden states as they are."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return x
+
+
+class TextHead(nn.Module):
+    """Logits [B, labels] from tanh(W x) at position 0, real or not, as in Hugging Face's."""
+
+    def __init__(self, d_model: int, labels: int, dropout: float) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(d_model, labels)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
+        return out
+
+
+class TokenHead(nn.Module):
+    """Logits [B, T, labels]."""
+
+    def __init__(self, d_model: int, labels: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(d_model, labels)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.dropout(x))
+        return out
+
+
+class WordHead(nn.Module):
+    """Logits [B, T, vocab_size]; `tied` is the embedding that the last product shares, if it shares it."""
+
+    def __init__(
+        self, d_model: int, vocab_size: int, activation: nn.Module, epsilon: float, tied: nn.Embedding | None
+    ) -> None:
+        super().__init__()
+        self.transform = nn.Linear(d_model, d_model)
+        self.activation = activation
+        self.norm = nn.LayerNorm(d_model, eps=epsilon)
+        self.decoder = nn.Linear(d_model, vocab_size)
+        if tied is not None:
+            self.decoder.weight = tied.weight
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.norm(self.activation(self.transform(x))))
+        return out
+
+
+class SentenceHead(nn.Module):
+    """An embedding [B, D] pooled over real tokens (cls: the first of them); zeros for a row without one."""
+
+    def __init__(self, pooling: Pooling, normalize: bool) -> None:
+        super().__init__()
+        self.pooling, self.normalize = pooling, normalize
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        if self.pooling == "max":
+            pooled = _max_real(x, attention_mask)
+        else:
+            pooled = pool(x, (mean_real if self.pooling == "mean" else first_real)(attention_mask, x.dtype))
+        return nn.functional.normalize(pooled, dim=-1, eps=1e-12) if self.normalize else pooled
+
+
+def _max_real(x: Tensor, attention_mask: Tensor) -> Tensor:
+    real = (attention_mask != 0)[:, :, None]  # [B, T, 1]
+    highest = x.masked_fill(~real, torch.finfo(x.dtype).min).amax(dim=1)
+    return highest.masked_fill(~real.any(dim=1), 0.0)

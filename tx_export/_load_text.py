@@ -1,0 +1,137 @@
+"""The tokenizer of a checkpoint, and how long a text may be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer, normalizers
+
+from tx_export._load_weights import read_json
+from tx_export.errors import LoadError
+from tx_export.spec import Dim, TensorSpec, TextSpec
+
+__all__ = ["bounded", "check_tokenizer", "read_text", "table_of", "vocabulary"]
+
+_log = logging.getLogger("tx_export")
+
+
+def table_of(inputs: tuple[TensorSpec, ...]) -> int | None:
+    """The largest size of the dimension `tokens`: the positions that exist."""
+    for spec in inputs:
+        for dim in spec.dims:
+            if isinstance(dim, Dim) and dim.name == "tokens":
+                return dim.bound
+    return None
+
+
+def bounded(specs: tuple[TensorSpec, ...], max_length: int | None) -> tuple[TensorSpec, ...]:
+    """The specs with at most max_length tokens; unchanged if it is None."""
+    if max_length is None:
+        return specs
+    shorter = Dim("tokens", max_length)
+    return tuple(
+        replace(
+            spec, dims=tuple(shorter if isinstance(dim, Dim) and dim.name == "tokens" else dim for dim in spec.dims)
+        )
+        for spec in specs
+    )
+
+
+def vocabulary(inputs: tuple[TensorSpec, ...]) -> int | None:
+    """How many ids the embedding has."""
+    return next((int(spec.high) + 1 for spec in inputs if spec.name == "input_ids" and spec.high is not None), None)
+
+
+def check_tokenizer(text: str, vocab_size: int | None, place: object) -> Tokenizer:
+    """The parsed tokenizer; LoadError if it can't be read, or gives ids that the embedding doesn't have."""
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise LoadError(f"{place}: not a tokenizer.json that can be read ({error})") from error
+    if vocab_size is None:
+        return tokenizer
+    over = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
+    if over:
+        named = ", ".join(f"{index} ({token!r})" for index, token in over[:10])
+        raise LoadError(f"{place}: {len(over)} ids are outside the embedding's 0 to {vocab_size - 1}: {named}")
+    return tokenizer
+
+
+def read_text(
+    folder: Path, config: Mapping[str, Any], inputs: tuple[TensorSpec, ...], max_length: int | None
+) -> TextSpec | None:
+    """From a checkpoint folder; `config` holds the spec's fields. None, with a notice, without a tokenizer.json."""
+    table = table_of(inputs)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        _log.warning("%s has no tokenizer.json: the artifact takes arrays only", folder)
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file}: not readable ({error})") from error
+    tokenizer = check_tokenizer(text, vocabulary(inputs), file)
+    if _optional(folder / "sentence_bert_config.json").get("do_lower_case"):
+        text = _lowercased(tokenizer, text)
+    labels = tuple(config.get("labels") or ())
+    return TextSpec(
+        tokenizer=text,
+        max_length=_text_length(folder, table, max_length),
+        pad_id=int(config.get("pad_token_id") or 0),
+        labels=labels,
+        scores=_scores(labels, config.get("problem_type")),
+    )
+
+
+def _scores(labels: tuple[str, ...], problem: object) -> Literal["softmax", "sigmoid"]:
+    return "sigmoid" if problem == "multi_label_classification" or len(labels) == 1 else "softmax"
+
+
+def _text_length(folder: Path, table: int | None, max_length: int | None) -> int:
+    """By hand, else sentence-transformers' max_seq_length, else the tokenizer's limit; at most what the table holds."""
+    if max_length is not None:
+        return max_length
+    limit = _limit(folder / "sentence_bert_config.json", "max_seq_length")
+    if limit is None:
+        limit = _limit(folder / "tokenizer_config.json", "model_max_length")
+    if table is None:
+        return 512 if limit is None or limit > 1e6 else int(limit)
+    if limit is None:
+        return table
+    if limit > table:
+        _log.warning(
+            "the tokenizer's limit is %g tokens, the position table has %d: texts are cut at %d", limit, table, table
+        )
+    return int(min(limit, table))
+
+
+def _limit(file: Path, key: str) -> float | None:
+    value = _optional(file).get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value < 1:
+        raise LoadError(f"{file}: {key} is {value!r}; expected a number of tokens")
+    return value
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _lowercased(tokenizer: Tokenizer, text: str) -> str:
+    """sentence-transformers' do_lower_case: lower case before the tokenizer's own normalizer, unless that does it."""
+    normalizer = json.loads(text).get("normalizer")
+    if '"Lowercase"' in json.dumps(normalizer) or (
+        isinstance(normalizer, dict) and normalizer.get("lowercase") is True
+    ):
+        return text
+    own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    out: str = tokenizer.to_str()
+    return out
