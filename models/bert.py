@@ -125,6 +125,8 @@ class Bert(CheckpointSpec):
 
     def renamed(self, name: str) -> str:
         """The name in our module of a tensor's name in the checkpoint."""
+        if name == "cls.predictions.bias" and not self.tie_word_embeddings:
+            return name  # an untied decoder has a bias of its own, and this one is unused
         for pattern, replacement in _RENAMES:
             name = re.sub(pattern, replacement, name)
         return name
