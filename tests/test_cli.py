@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -53,7 +52,8 @@ Call = Callable[..., Outcome]
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """Runs the command line in this process."""
     for name in ("PYTHONWARNINGS", "TORCH_LOGS"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.setenv(name, "")  # so that it is gone again afterwards
+        monkeypatch.delenv(name)
 
     def run(*arguments: str) -> Outcome:
         with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
