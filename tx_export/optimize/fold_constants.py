@@ -1,0 +1,71 @@
+"""Fold constants, drop what nothing reads, and turn the weights of linear layers around once instead of at every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    DeduplicateInitializersPass,
+    IdentityEliminationPass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+)
+from onnxscript.optimizer import optimize_ir
+
+from tx_export.passes import Coverage, GraphPass, Outcome
+
+__all__ = ["FoldConstants"]
+
+_FOLDED_BYTES = 1 << 20  # larger results are computed at run time: folding must not make the file grow
+
+
+@dataclass(frozen=True)
+class FoldConstants(GraphPass):
+    """Constant folding by onnxscript; a tied weight (read by more than one node) keeps its one stored form."""
+
+    def call(self, model: ir.Model) -> Outcome:
+        before = _shape_of(model)
+        optimize_ir(
+            model, input_size_limit=_FOLDED_BYTES, output_size_limit=_FOLDED_BYTES, should_fold=_not_a_weight
+        )
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        DeduplicateInitializersPass(size_limit=1 << 62)(model)
+        CommonSubexpressionEliminationPass()(model)
+        turned = sum(_turn(model.graph, node) for node in list(model.graph) if _is_turned_weight(node))
+        IdentityEliminationPass()(model)
+        RemoveUnusedNodesPass()(model)
+        after = _shape_of(model)
+        return Outcome(model, before != after or turned > 0, Coverage(before[0] - after[0], before[0]))
+
+
+def _shape_of(model: ir.Model) -> tuple[int, int]:
+    return len(model.graph), len(model.graph.initializers)
+
+
+def _not_a_weight(node: ir.Node) -> bool | None:
+    # None leaves the decision to onnxscript. Transposed weights are turned below; embeddings are looked up, not folded.
+    return False if _is_turned_weight(node) else None
+
+
+def _is_turned_weight(node: ir.Node) -> bool:
+    return node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer()
+
+
+def _turn(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace Transpose(weight) by a stored transpose, unless others read the weight as it is."""
+    weight = node.inputs[0]
+    assert weight is not None and weight.const_value is not None and weight.name is not None
+    if len(weight.uses()) > 1:
+        return False
+    perm = node.attributes.get_ints("perm", None)
+    array = weight.const_value.numpy().transpose(perm)
+    # Contiguous now: a transposed view would be copied again each time that it is serialized.
+    turned = ir.Value(name=f"{weight.name}.T", const_value=ir.tensor(array.copy(), name=f"{weight.name}.T"))
+    turned.dtype, turned.shape = weight.dtype, ir.Shape(array.shape)
+    graph.register_initializer(turned)
+    node.outputs[0].replace_all_uses_with(turned)
+    graph.remove(node, safe=True)
+    graph.initializers.pop(weight.name)
+    return True

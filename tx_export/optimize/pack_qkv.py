@@ -1,0 +1,69 @@
+"""Pack the query, key and value products of self-attention into one: three MatMul and MultiHeadAttention -> Attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from tx_export._graph import Linear, add_initializer, add_node, linear_behind
+from tx_export.passes import Coverage, GraphPass, Left, Outcome
+
+__all__ = ["PackQkv"]
+
+
+@dataclass(frozen=True)
+class PackQkv(GraphPass):
+    """One product of width 3 d instead of three of width d; com.microsoft::Attention does it and the attention."""
+
+    def call(self, model: ir.Model) -> Outcome:
+        candidates = [node for node in model.graph if node.op_type == "MultiHeadAttention"]
+        left = []
+        for node in candidates:
+            found = _match(node)
+            if isinstance(found, str):
+                left.append(Left(node.outputs[0].name or node.op_type, found))
+            else:
+                _pack(model.graph, node, found)
+        RemoveUnusedNodesPass()(model)
+        done = len(candidates) - len(left)
+        return Outcome(model, done > 0, Coverage(done, len(candidates), tuple(left)))
+
+
+def _match(node: ir.Node) -> list[Linear] | str:
+    """The three products, or why they can't be one."""
+    if len(node.inputs) > 5 and any(value is not None for value in node.inputs[5:]):
+        return "it has a bias or a past"
+    if node.inputs[3] is not None:
+        return "its query, key and value biases stand in the operator"
+    linears: list[Linear] = []
+    for value in node.inputs[:3]:
+        linear = linear_behind(value) if value is not None else "an input is missing"
+        if isinstance(linear, str):
+            return linear
+        if linear.turned:
+            return "a weight is tied"
+        linears.append(linear)
+    if len({linear.x for linear in linears}) > 1:
+        return "query, key and value come from different inputs"
+    return linears
+
+
+def _pack(graph: ir.Graph, node: ir.Node, linears: list[Linear]) -> None:
+    weight = np.concatenate([linear.weight for linear in linears], axis=1)  # [d_model, 3 H head_dim]
+    biases = [linear.bias if linear.bias is not None else np.zeros(linear.weight.shape[1], weight.dtype) for linear in linears]
+    name = linears[0].weight_value.name or "query"
+    for part, whole in ((".query.", ".qkv."), (".weight.T", ".weight")):
+        name = name.replace(part, whole)
+    packed = add_initializer(graph, name, weight)
+    bias = add_initializer(graph, name.replace("weight", "bias"), np.concatenate(biases))
+    widths = [linear.weight.shape[1] for linear in linears]
+    attributes = {key: value for key, value in node.attributes.items() if key in ("num_heads", "scale", "unidirectional")}
+    if widths != [linears[0].weight.shape[0]] * 3:
+        attributes["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", widths)
+    mask = node.inputs[4] if len(node.inputs) > 4 else None
+    (context,) = add_node(node, "com.microsoft::Attention", [linears[0].x, packed, bias, mask], attributes)
+    context.dtype, context.shape = node.outputs[0].dtype, node.outputs[0].shape
+    node.outputs[0].replace_all_uses_with(context)
