@@ -116,7 +116,7 @@ class Place:
 
     def __str__(self) -> str:
         where = f"[{', '.join(map(str, self.position))}]"
-        return f"{self.case} at {where}: {self.actual:.6g} where eager has {self.reference:.6g}".strip()
+        return f"{self.case} at {where}: {self.actual:.6g} instead of {self.reference:.6g}".strip()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,87 @@
+"""Text that drift is judged on: lines to batches of ids, and which lines may be used to choose something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tx_export.errors import LoadError
+from tx_export.spec import EagerModel
+
+__all__ = ["Split", "batches", "default_lines", "split_lines", "text_feeds"]
+
+Array = NDArray[Any]
+
+_BATCH = 8
+_EVERY = 5
+
+
+class Split(NamedTuple):
+    """Lines that passes may choose by, and lines that are only ever judged on."""
+
+    choosing: tuple[str, ...]
+    judging: tuple[str, ...]
+
+
+def split_lines(lines: Sequence[str]) -> Split:
+    """Every fifth line is kept for judging; blank lines are dropped. LoadError where fewer than five are left."""
+    kept = tuple(line.strip() for line in lines if line.strip())
+    if len(kept) < _EVERY:
+        raise LoadError(f"calibration text: {len(kept)} lines; it takes at least {_EVERY}, as every fifth only judges")
+    choosing = tuple(line for number, line in enumerate(kept, start=1) if number % _EVERY)
+    return Split(choosing, kept[_EVERY - 1 :: _EVERY])
+
+
+def default_lines() -> tuple[str, ...]:
+    """The 200 sentences that ship with the package."""
+    text = resources.files("tx_export").joinpath("sentences.txt").read_text(encoding="utf-8")
+    return tuple(text.splitlines())
+
+
+def text_feeds(model: EagerModel, lines: Sequence[str]) -> list[dict[str, Array]]:
+    """Inputs made from text, in batches of like length, padded on the right to the longest row of the batch."""
+    return [feeds for _, feeds in batches(model, lines)]
+
+
+def batches(model: EagerModel, lines: Sequence[str]) -> Iterator[tuple[list[int], dict[str, Array]]]:
+    """The numbers of the lines in each batch, and its inputs."""
+    if model.text is None:
+        raise LoadError(f"{model.source}: there is no tokenizer, so text can't be used")
+    try:
+        tokenizer = Tokenizer.from_str(model.text.tokenizer)
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(model.text.max_length)
+        rows = tokenizer.encode_batch(list(lines))
+    except Exception as error:
+        raise LoadError(f"{model.source}: the tokenizer failed: {error}") from error
+    # Without a mask a padded row would be another text.
+    size = _BATCH if any(spec.is_mask for spec in model.inputs) else 1
+    order = sorted(range(len(rows)), key=lambda number: (len(rows[number].ids), number))
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        yield chosen, _batch(model, [rows[number] for number in chosen])
+
+
+def _batch(model: EagerModel, rows: Sequence[Any]) -> dict[str, Array]:
+    assert model.text is not None
+    shape = (len(rows), max(1, *(len(row.ids) for row in rows)))
+    values = {
+        "input_ids": np.full(shape, model.text.pad_id),
+        "attention_mask": np.zeros(shape, dtype=np.int64),
+        "token_type_ids": np.zeros(shape, dtype=np.int64),
+    }
+    for number, row in enumerate(rows):
+        values["input_ids"][number, : len(row.ids)] = row.ids
+        values["attention_mask"][number, : len(row.ids)] = 1
+        values["token_type_ids"][number, : len(row.ids)] = row.type_ids
+    unknown = [spec.name for spec in model.inputs if spec.name not in values]
+    if unknown:
+        raise LoadError(
+            f"{model.source}: text gives {', '.join(values)}, but the model also takes {', '.join(unknown)}"
+        )
+    return {spec.name: values[spec.name].astype(spec.dtype) for spec in model.inputs}
