@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor, nn
 
 from tx_export.errors import LoadError
@@ -88,11 +87,18 @@ class Bert(CheckpointSpec):
     )
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "type_vocab_size"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "type_vocab_size",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise LoadError(f"config.json: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_hidden_layers < 0 or self.max_position_embeddings < 1:
-            raise LoadError("config.json: num_hidden_layers must not be negative, max_position_embeddings at least 1")
+        if not 0 <= self.num_hidden_layers <= 1000:
+            raise LoadError(f"config.json: num_hidden_layers is {self.num_hidden_layers}; it must be in 0 to 1000")
         if self.hidden_size % self.num_attention_heads:
             raise LoadError(
                 f"config.json: hidden_size {self.hidden_size} does not divide by "
@@ -183,7 +189,7 @@ class _Encoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Ids, mask and token types [B, T] -> hidden states [B, T, hidden_size]."""
         types = self.token_types.weight[0] if token_type_ids is None else self.token_types(token_type_ids)
-        positions = self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))  # [T, hidden_size]
+        positions = self.positions.weight[: input_ids.shape[1]]  # [T, hidden_size]
         x = self.dropout(self.norm(self.words(input_ids) + types + positions))
         mask = key_mask(attention_mask, x.dtype)
         for layer in self.layers:
