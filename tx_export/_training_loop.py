@@ -1,0 +1,161 @@
+"""The training loop: Adam on the warm-up schedule, early stopping on held-out rows, checkpoints to continue from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tx_export._training_steps import LoopOptions, Metrics, evaluate, gradients, warmup_rate
+from tx_export._training_text import Rows, epoch_batches
+from tx_export.errors import LoadError
+
+__all__ = ["Fitted", "Progress", "TrainRecord", "fit"]
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """A step: its number from 1 of how many at most, its loss and rate; held-out metrics when it was judged."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    held_out: Mapping[str, float] | None = None
+
+
+Progress = Callable[[TrainRecord], None]
+
+
+@dataclass
+class _State:
+    """All that the next step depends on, and the best so far."""
+
+    module: nn.Module
+    average: nn.Module | None
+    optimizer: torch.optim.Optimizer
+    step: int
+    best_step: int
+    best: Metrics
+    best_weights: dict[str, Tensor]
+    misses: int  # evaluations since the best
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "module": self.module.state_dict(),
+            "average": self.average.state_dict() if self.average is not None else {},
+            "optimizer": self.optimizer.state_dict(),
+            "progress": (self.step, self.best_step, self.misses),
+            "best": self.best,
+            "best_weights": self.best_weights,
+            "rng": torch.get_rng_state(),
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(saved["module"])
+        if self.average is not None:
+            self.average.load_state_dict(saved["average"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.best_step, self.misses = saved["progress"]
+        self.best, self.best_weights = saved["best"], saved["best_weights"]
+        torch.set_rng_state(saved["rng"])
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The weights that did best on the held-out rows, their metrics, their step, and the number of steps run."""
+
+    weights: dict[str, Tensor]
+    metrics: Metrics
+    best_step: int
+    steps: int
+
+
+def fit(
+    module: nn.Module,
+    d_model: int,
+    rows: tuple[Rows, Rows],
+    options: LoopOptions,
+    saved: tuple[Path, str],
+    progress: Progress,
+) -> Fitted:
+    """Train until nothing improves; `saved` is the checkpoint's file and the fingerprint that it must carry.
+
+    Draws from torch's global generator. A checkpoint that is there is continued, to the weights of a run in one go.
+    """
+    train, held_out = rows
+    state = _started(module, options)
+    if saved[0].exists():
+        state.load(_read_checkpoint(*saved))
+    lengths = [len(ids) for ids in train.ids]
+    per_epoch = -(-len(lengths) // options.batch_size)
+    steps, every = per_epoch * options.epochs, options.evaluate_every or per_epoch
+    batches = epoch_batches(lengths, options.batch_size, options.seed, state.step // per_epoch)
+    while state.step < steps and state.misses < options.patience:
+        epoch, position = divmod(state.step, per_epoch)
+        if position == 0:
+            batches = epoch_batches(lengths, options.batch_size, options.seed, epoch)
+        rate = warmup_rate(state.step + 1, d_model, options.warmup, options.rate_factor)
+        loss = _update(state, train, batches[position], rate, options)
+        judged = _judge(state, held_out, options) if state.step % every == 0 or state.step == steps else None
+        progress(TrainRecord(state.step, steps, epoch, loss, rate, judged))
+        if state.step % options.checkpoint_every == 0 or judged is not None:
+            _write_checkpoint(*saved, state)
+    return Fitted(state.best_weights, state.best, state.best_step, state.step)
+
+
+def _started(module: nn.Module, options: LoopOptions) -> _State:
+    average = copy.deepcopy(module).requires_grad_(False) if options.average > 0 else None
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
+    module.train()
+    return _State(module, average, optimizer, 0, 0, {}, {}, 0)
+
+
+def _update(state: _State, rows: Rows, chosen: list[int], rate: float, options: LoopOptions) -> float:
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
+    state.optimizer.zero_grad(set_to_none=True)
+    loss = gradients(state.module, rows, chosen, options)
+    nn.utils.clip_grad_norm_(state.module.parameters(), options.clip, error_if_nonfinite=False)
+    state.optimizer.step()
+    state.step += 1
+    if state.average is not None:
+        # Early on the average is short, so that it doesn't remember the random start.
+        decay = min(options.average, (1 + state.step) / (10 + state.step))
+        with torch.no_grad():
+            for kept, weight in zip(state.average.parameters(), state.module.parameters(), strict=True):
+                kept.lerp_(weight, 1 - decay)
+    return loss
+
+
+def _judge(state: _State, held_out: Rows, options: LoopOptions) -> Metrics:
+    judged = state.average if state.average is not None else state.module
+    metrics = evaluate(judged, held_out, options.batch_size)
+    if not state.best or (metrics["accuracy"], -metrics["loss"]) > (state.best["accuracy"], -state.best["loss"]):
+        state.best, state.best_step, state.misses = metrics, state.step, 0
+        state.best_weights = {name: weight.detach().clone() for name, weight in judged.state_dict().items()}
+    else:
+        state.misses += 1
+    return metrics
+
+
+def _write_checkpoint(path: Path, fingerprint: str, state: _State) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    torch.save({"fingerprint": fingerprint} | state.dump(), unfinished)
+    unfinished.replace(path)
+
+
+def _read_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise LoadError(f"{path}: a damaged checkpoint ({type(error).__name__}); delete it to start again") from error
+    if saved.get("fingerprint") != fingerprint:
+        raise LoadError(f"{path}: from other options or data; repeat those, delete it, or choose another folder")
+    return saved
