@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tx_export.spec import EagerModel
 
-__all__ = ["Ready", "peak_rss_mb", "read_feeds", "serve"]
+__all__ = ["Ready", "load_artifact", "peak_rss_mb", "read_feeds", "serve"]
 
 
 class Ready(NamedTuple):
@@ -88,7 +88,7 @@ def read_feeds(folder: str, batch: int, tokens: int) -> dict[str, np.ndarray]:
         return dict(feeds)
 
 
-def _load_artifact(what: Mapping[str, Any]) -> Ready:
+def load_artifact(what: Mapping[str, Any]) -> Ready:
     """By its own run.py, as a user without tx_export does; torch stays out of the process."""
     spec = spec_from_file_location("run", Path(what["artifact"]) / "run.py")
     assert spec is not None and spec.loader is not None
@@ -149,4 +149,4 @@ def _tensors(model: EagerModel, folder: str, batch: int, tokens: int) -> list[An
 
 
 if __name__ == "__main__":
-    serve({"artifact": _load_artifact, "eager": _load_eager, "compile": _load_compile}[sys.argv[1]])
+    serve({"artifact": load_artifact, "eager": _load_eager, "compile": _load_compile}[sys.argv[1]])
