@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at
+from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["DynamicInt8"]
@@ -72,8 +72,7 @@ class _Rewrite:
         (out,) = add_node(
             node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, None, bias]
         )
-        out.dtype, out.shape = linear.output.dtype, linear.output.shape
-        linear.output.replace_all_uses_with(out, replace_graph_outputs=True)
+        replace(linear.output, out)
         return None
 
     def attention(self, node: ir.Node) -> str | None:
@@ -97,8 +96,7 @@ class _Rewrite:
             add_initializer(self.graph, f"{name}.zero", np.zeros(scale.shape, np.int8)),
         ]
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
-        out.dtype, out.shape = node.outputs[0].dtype, node.outputs[0].shape
-        node.outputs[0].replace_all_uses_with(out, replace_graph_outputs=True)
+        replace(node.outputs[0], out)
         return None
 
     def table(self, node: ir.Node) -> str | None:
@@ -114,8 +112,7 @@ class _Rewrite:
         (scale,) = add_node(node, "Gather", [scales, node.inputs[1]])
         (row32,) = add_node(node, "Cast", [row], {"to": ir.AttrInt64("to", ir.DataType.FLOAT)})
         (out,) = add_node(node, "Mul", [row32, scale])
-        out.dtype, out.shape = node.outputs[0].dtype, node.outputs[0].shape
-        node.outputs[0].replace_all_uses_with(out, replace_graph_outputs=True)
+        replace(node.outputs[0], out)
         return None
 
     def activation(self, node: ir.Node, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:

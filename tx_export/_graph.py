@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["Linear", "add_initializer", "add_node", "array_of", "linear_at", "linear_behind", "only_use"]
+__all__ = ["Linear", "add_initializer", "add_node", "array_of", "linear_at", "linear_behind", "only_use", "replace"]
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
@@ -50,6 +50,15 @@ def only_use(value: ir.Value) -> ir.Node | None:
     """The one node that reads a value; None if several do, none does, or it is an output of the graph."""
     uses = {use.node for use in value.uses()}
     return uses.pop() if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def replace(old: ir.Value, new: ir.Value) -> None:
+    """Let everybody read `new` instead; it takes the type and shape, and the name where `old` is an output of the graph."""
+    new.dtype, new.shape = old.dtype, old.shape
+    if old.is_graph_output():
+        name, old.name = old.name, f"inner.{old.name}"
+        new.name = name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from tx_export._graph import add_node, array_of, only_use
+from tx_export._graph import add_node, array_of, only_use, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["FuseGelu"]
@@ -30,8 +30,7 @@ class FuseGelu(GraphPass):
             producer = output.producer()
             assert producer is not None
             (gelu,) = add_node(producer, "com.microsoft::Gelu", [x])
-            gelu.dtype, gelu.shape = output.dtype, output.shape
-            output.replace_all_uses_with(gelu, replace_graph_outputs=True)
+            replace(output, gelu)
         RemoveUnusedNodesPass()(model)
         done = len(candidates) - len(left)
         return Outcome(model, done > 0, Coverage(done, len(candidates), tuple(left)))

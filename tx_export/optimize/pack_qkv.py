@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from tx_export._graph import Linear, add_initializer, add_node, linear_behind
+from tx_export._graph import Linear, add_initializer, add_node, linear_behind, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["PackQkv"]
@@ -65,5 +65,4 @@ def _pack(graph: ir.Graph, node: ir.Node, linears: list[Linear]) -> None:
         attributes["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", widths)
     mask = node.inputs[4] if len(node.inputs) > 4 else None
     (context,) = add_node(node, "com.microsoft::Attention", [linears[0].x, packed, bias, mask], attributes)
-    context.dtype, context.shape = node.outputs[0].dtype, node.outputs[0].shape
-    node.outputs[0].replace_all_uses_with(context)
+    replace(node.outputs[0], context)

@@ -1,0 +1,181 @@
+"""What an artifact says of itself: manifest.json, samples.npz and REPORT.md. Values are read back from the graph file."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from torch import nn
+
+import tx_export
+from tx_export import runtime
+from tx_export.export import least_onnxruntime
+from tx_export.metrics import Meter, fidelity_bound
+from tx_export.models.parts.attention import MultiHeadAttention
+from tx_export.passes import Coverage, Left, Pipeline
+from tx_export.spec import EagerModel, TensorSpec
+from tx_export.verify import eager_runner, grid
+
+__all__ = ["describe", "report", "samples"]
+
+Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+_ATTENTION = ("Attention", "MultiHeadAttention", "QAttention", "GroupQueryAttention")
+_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+_SAMPLE_TOKENS, _SAMPLE_BYTES = 17, 1_000_000
+_MARGIN_DB = 3.0  # another machine may round otherwise; a fault costs far more
+
+
+def describe(
+    path: Path,
+    model: EagerModel,
+    provider: Any,
+    pipeline: Pipeline,
+    verification: Mapping[str, Any],
+    changed: Mapping[str, Coverage],
+) -> dict[str, Any]:
+    """The manifest without its list of files."""
+    graph = ir.load(path)
+    nodes = Counter(node.domain or "ai.onnx" for node in graph.graph.all_nodes())
+    nothing = Coverage(0, 0)
+    return {
+        "format_version": 1,
+        "name": model.name,
+        "task": model.task,
+        "source": model.source,
+        "config": dict(model.config),
+        "weights": model.weights,
+        "pipeline": str(pipeline),
+        "opset": graph.opset_imports[""],
+        "ir_version": graph.ir_version,
+        "domains": {
+            domain: {"version": graph.opset_imports["" if domain == "ai.onnx" else domain], "nodes": count}
+            for domain, count in sorted(nodes.items())
+        },
+        "min_onnxruntime": least_onnxruntime(graph),
+        "inputs": [_tensor(spec) for spec in model.inputs],
+        "outputs": [_tensor(spec) for spec in model.outputs],
+        "text": None if model.text is None else _text(model),
+        "heads_per_layer": [layer.num_heads for layer in _attention_layers(model.module)],
+        "fused": _fused(graph, model.module).to_json(),
+        "quantized": changed.get("quantized", nothing).to_json(),
+        "pruned": changed.get("pruned", nothing).to_json(),
+        "session": {provider.__class__.__module__.rpartition(".")[2]: provider.session()},
+        "verification": verification,
+        "verified_on": {"provider": "cpu", "instruction_sets": _instruction_sets()},
+        "versions": {"tx-export": tx_export.__version__} | {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _instruction_sets() -> list[str]:
+    known = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
+    try:
+        fields = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split()
+    except OSError:
+        fields = []
+    return [name for name in known if name in fields]
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    values = {} if spec.low is None or spec.high is None else {"range": [spec.low, spec.high]}
+    dims = [dim if isinstance(dim, int) else str(dim) for dim in spec.dims]
+    return {"name": spec.name, "dtype": spec.dtype, "dims": dims} | values
+
+
+def _text(model: EagerModel) -> dict[str, Any]:
+    assert model.text is not None
+    return {
+        "max_length": model.text.max_length,
+        "pad_id": model.text.pad_id,
+        "labels": list(model.text.labels),
+        "scores": model.text.scores,
+    }
+
+
+def _attention_layers(module: nn.Module) -> list[MultiHeadAttention]:
+    return [layer for layer in module.modules() if isinstance(layer, MultiHeadAttention)]
+
+
+def _fused(graph: ir.Model, module: nn.Module) -> Coverage:
+    done = sum(node.op_type in _ATTENTION for node in graph.graph.all_nodes())
+    layers = len(_attention_layers(module)) or done
+    left = tuple(Left(f"layer {i}", "written with plain operators") for i in range(layers if done == 0 else 0))
+    return Coverage(done, layers, left)
+
+
+def samples(model: EagerModel, path: Path, runner: Runner | None) -> dict[str, float]:
+    """Write samples.npz: inputs and eager outputs for every kind of mask; returns what the self-test must reach."""
+    eager = eager_runner(model)
+    arrays: dict[str, np.ndarray] = {}
+    meter, size = Meter(), 0
+    for number, case in enumerate(case for case in grid(model, _SAMPLE_TOKENS) if max(case.shape[:1], default=1) <= 3):
+        outputs = eager(case.feeds)
+        size += sum(array.nbytes for array in (*case.feeds.values(), *outputs.values()))
+        if size > _SAMPLE_BYTES and number > 0:
+            break
+        arrays |= {f"case{number:02d}/input/{name}": array for name, array in case.feeds.items()}
+        arrays |= {f"case{number:02d}/output/{name}": array for name, array in outputs.items()}
+        arrays[f"case{number:02d}/mask_kind"] = np.array(case.mask)
+        for name, array in (runner(case.feeds) if runner is not None else {}).items():
+            meter.add(outputs[name], array)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    difference = meter.result()
+    if runner is None or difference.max_abs <= fidelity_bound(difference.largest):
+        return {"max_abs": 10 * fidelity_bound(difference.largest), "sqnr_db": 60.0}
+    return {"sqnr_db": round(difference.sqnr_db - _MARGIN_DB, 1)}
+
+
+def report(manifest: Mapping[str, Any]) -> str:
+    """REPORT.md: what was done and how far the result is from eager, for people."""
+    lines = [
+        f"# {manifest['name']}",
+        "",
+        f"{manifest['task']} from `{manifest['source']}`, weights: {manifest['weights']}.",
+        f"Opset {manifest['opset']}, IR {manifest['ir_version']}, ONNX Runtime {manifest['min_onnxruntime']} or later.",
+        "",
+    ]
+    if manifest["weights"].startswith("random"):
+        lines += ["**The weights are random: predictions mean nothing.**", ""]
+    if manifest["text"] is not None:
+        lines += [f"Text is cut at {manifest['text']['max_length']} tokens; `--json` marks a text that was cut.", ""]
+    return "\n".join([*lines, *_error_table(manifest["verification"]), *_coverage(manifest), ""])
+
+
+def _error_table(verification: Mapping[str, Any]) -> list[str]:
+    rows = ["## Error behind each pass", "", "| pass | judged by | output | max abs | SQNR dB | least cosine | agreement |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for record in verification["passes"]:
+        for name, metrics in record["outputs"].items():
+            cells = [_number(metrics[key]) for key in ("max_abs", "sqnr_db", "cosine", "agreement")]
+            rows.append(f"| {record['pass']} | {record['kind']}: {record['budget']} | {name} | {' | '.join(cells)} |")
+    changes = verification["overall"]["invariance"]
+    changed = ", ".join(f"{cause} {_number(value)}" for cause, value in changes.items())
+    return [*rows, "", f"Largest change of an answer by padding or by mates in the batch: {changed}.", ""]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _coverage(manifest: Mapping[str, Any]) -> list[str]:
+    lines = ["## What was changed", ""]
+    for subject in ("fused", "quantized", "pruned"):
+        counted = manifest[subject]
+        if counted["of"]:
+            lines.append(f"- {subject}: {counted['done']} of {counted['of']}")
+            lines += [f"  - left: {left['name']} ({left['reason']})" for left in counted["left"]]
+    lines += ["", f"Passes: `{manifest['pipeline']}`", ""]
+    if manifest["quantized"]["done"]:
+        isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()
+        lines += [
+            f"Verified on a CPU with {isa}. Activations get one scale for each batch, so an answer depends a little on",
+            "its mates in the batch (batch dependent); CPUs without VNNI run the products in an exact, slower form.",
+            "",
+        ]
+    return lines

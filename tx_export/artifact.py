@@ -1,0 +1,148 @@
+"""Write an artifact folder whole or not at all; open graphs in sessions as the artifact will."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from tx_export import runtime
+from tx_export.errors import ArtifactError
+
+__all__ = ["check_target", "open_graph", "seal", "staged", "write_graph"]
+
+Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+_INLINE_BYTES = 1_800_000_000  # a protobuf message holds 2 GB
+_UNSEALED = ("manifest.json", "REPORT.md")  # the list itself, and measured times
+
+
+def check_target(target: Path, force: bool) -> None:
+    """ArtifactError unless an artifact can be put there; called before any long work.
+
+    An existing artifact needs `force`; a folder that isn't one is never replaced.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError(f"{target} exists and is not a folder")
+    if target.is_dir() and any(target.iterdir()):
+        if not (target / "manifest.json").is_file():
+            raise ArtifactError(f"{target} exists and is not an artifact of tx-export; it is left as it is")
+        _listed(target)
+        if not force:
+            raise ArtifactError(f"{target} exists already; --force replaces it")
+    parent = target.resolve().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ArtifactError(f"{parent}: can't write there: {error.strerror or error}") from error
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, renamed to it when the block ends well and removed when it doesn't.
+
+    Files in an old target that its manifest doesn't list are kept.
+    """
+    target = target.resolve()
+    _sweep(target)
+    folder = target.with_name(f".{target.name}.{os.getpid()}.new")
+    folder.mkdir()
+    try:
+        yield folder
+        _replace(target, folder)
+    except OSError as error:
+        raise ArtifactError(f"{target}: can't be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(target: Path, folder: Path) -> None:
+    if not target.exists():
+        folder.rename(target)
+        return
+    ours = {*_listed(target), *_UNSEALED, *(path.name for path in folder.iterdir())} if any(target.iterdir()) else set()
+    for path in target.iterdir():
+        if path.name not in ours:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, folder / path.name)
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    target.rename(old)
+    folder.rename(target)
+    shutil.rmtree(old)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what builds that were killed left behind; if one was killed while it replaced, bring the old one back."""
+    for left in target.parent.glob(f".{target.name}.*"):
+        pid, _, kind = left.name.removeprefix(f".{target.name}.").partition(".")
+        if not pid.isdecimal() or kind not in ("new", "old") or _is_alive(int(pid)):
+            continue
+        if kind == "old" and not target.exists():
+            left.rename(target)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that an artifact's manifest lists."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format_version"] < 1:
+            raise ValueError
+        return list(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{folder} exists and is not an artifact of tx-export; it is left as it is") from error
+
+
+def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) -> None:
+    """Write a graph; weights that are too much for one file go into `<name>.data` beside it."""
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    external = f"{path.name}.data" if weights > inline_bytes else None
+    ir.save(model, path, external_data=external)
+
+
+def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None = None) -> Runner:
+    """A session on a graph with the settings of a provider, as a function from feeds to outputs by name."""
+    names = [value.name or "" for value in model.graph.outputs]
+    with tempfile.TemporaryDirectory(prefix="tx-export-") as folder:
+        path = Path(folder) / "model.onnx"
+        write_graph(model, path)
+        session = runtime._open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
+
+    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+    return run
+
+
+def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Add the list of files, with bytes and sha256, and write manifest.json."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.name not in _UNSEALED:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    text = json.dumps({**manifest, "files": files}, indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,251 @@
+"""build: the whole pipeline on one page.
+
+    load -> export -> passes, each compared with eager -> artifact folder -> read back and self-tested
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+
+from tx_export import plugins, runtime
+from tx_export._manifest import describe, report, samples
+from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
+from tx_export.errors import BudgetError, LoadError, PluginError
+from tx_export.export import Target, export
+from tx_export.load import load
+from tx_export.metrics import Budget
+from tx_export.passes import Context, Coverage, GraphPass, Outcome, Pass, Pipeline
+from tx_export.spec import EagerModel
+from tx_export.verify import Comparison, Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
+from tx_export.verify import compare as compare_steps
+
+__all__ = ["BuildOptions", "build", "compare", "source_of"]
+
+Progress = Callable[[str], None]
+
+# The optimization passes for a provider, in order. Others that exist were slower where they were measured.
+_FUSED = {
+    "cpu": "fold_constants fuse_gelu pack_qkv",
+    "cuda": "fold_constants fuse_gelu pack_qkv",
+}
+_STANDARD = "fold_constants"
+_QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What `tx-export build` is asked for; None means the default that the design names."""
+
+    source: str | None = None
+    size: str = "small"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    weights: str | None = None
+    task: str | None = None
+    inputs: tuple[str, ...] = ()
+    quantize: str | None = None
+    passes: str | None = None
+    calibrate: Path | None = None
+    evaluate: Path | None = None
+    budget: str | None = None
+    max_length: int | None = None
+    provider: str = "cpu"
+    target_ort: str | None = None
+    ops: Literal["fused", "standard"] = "fused"
+    output: Path | None = None
+    force: bool = False
+
+
+def build(options: BuildOptions, progress: Progress = lambda message: None) -> Path:
+    """Compile a source into an artifact folder and return it; nothing is left of a build that fails.
+
+    Raises BudgetError outside the error budget, other errors of the tree for what can't be done.
+    """
+    provider = plugins.find("provider", options.provider)()
+    pipeline, asked = _pipeline(options)
+    target = Target.parse(options.target_ort, options.ops)
+    override = None if options.budget is None else Budget.parse(options.budget)
+    if options.output is not None:
+        check_target(options.output, options.force)
+    progress("load")
+    model = _load(options)
+    folder = options.output or Path("artifacts") / model.name
+    check_target(folder, options.force)
+    split = _read_split(options.calibrate)
+    judge = Judge(model, split.judging, override, _read_labelled(options.evaluate))
+    progress("export")
+    graph = export(model, target)
+    settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
+    made = _run_passes(model, graph, pipeline, asked, judge, _context(model, split, options, settings), progress)
+    target.check(graph)
+    with staged(folder) as new:
+        progress("write")
+        _write(new, model, graph, provider, pipeline, judge, made, options)
+    return folder
+
+
+def _pipeline(options: BuildOptions) -> tuple[Pipeline, frozenset[str]]:
+    """The passes to run, and the names of those that were asked for, which must change something."""
+    if options.passes is not None and options.quantize is not None:
+        raise PluginError("--passes replaces the whole pipeline; it can't stand beside --quantize")
+    if options.passes is not None:
+        pipeline = Pipeline.parse(options.passes, lambda name: plugins.find("pass", name))
+        return pipeline, frozenset(item.name() for item in pipeline.passes)
+    quantize = options.quantize or _QUANTIZE[options.provider]
+    lossless = _FUSED[options.provider] if options.ops == "fused" else _STANDARD
+    lossy = "" if quantize == "none" else quantize
+    lowered = "lower_contrib" if options.ops == "standard" and lossy else ""
+    pipeline = Pipeline.parse(f"{lossless} {lossy} {lowered}", lambda name: plugins.find("pass", name))
+    return pipeline, frozenset([lossy.partition("{")[0]] if lossy else [])
+
+
+def _load(options: BuildOptions) -> EagerModel:
+    return load(
+        options.source,
+        size=options.size,
+        settings=options.settings,
+        weights=options.weights,
+        task=options.task,
+        inputs=options.inputs,
+        max_length=options.max_length,
+    )
+
+
+def _read_split(calibrate: Path | None) -> Split:
+    if calibrate is None:
+        return split_lines(default_lines())
+    try:
+        return split_lines(calibrate.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"--calibrate {calibrate}: can't be read: {error}") from error
+
+
+def _read_labelled(path: Path | None) -> list[tuple[str, str]]:
+    return [] if path is None else list(read_rows(path))
+
+
+def _context(model: EagerModel, split: Split, options: BuildOptions, settings: Mapping[str, Any]) -> Context:
+    return Context(
+        module=model.module,
+        feeds=text_feeds(model, split.choosing) if model.text is not None else (),
+        open=lambda graph: open_graph(graph, settings),
+        provider=options.provider,
+    )
+
+
+def _run_passes(
+    model: EagerModel,
+    graph: ir.Model,
+    pipeline: Pipeline,
+    asked: frozenset[str],
+    judge: Judge,
+    context: Context,
+    progress: Progress,
+) -> dict[str, Coverage]:
+    """Run the graph passes, judging the graph behind each; returns what each changed."""
+    changed: dict[str, Coverage] = {}
+    caused: Budget | None = None
+
+    def after(item: Pass, outcome: Outcome) -> None:
+        nonlocal caused
+        changed[outcome.subject or item.name()] = outcome.coverage
+        if not outcome.modified:
+            return
+        progress(f"{item.name()}: {outcome.coverage.done} of {outcome.coverage.of}; verify")
+        if item.budget is not None:
+            caused = Budget.parse(item.budget)
+        runner = context.open(graph)
+        if caused is None:
+            judge.check_exact(item.name(), runner)
+        else:
+            judge.check_lossy(item.name(), runner, caused)
+
+    progress("verify")
+    judge.check_exact("export", context.open(graph))
+    pipeline.run_graph(graph, context, asked, after)
+    return changed
+
+
+def _write(
+    folder: Path,
+    model: EagerModel,
+    graph: ir.Model,
+    provider: Any,
+    pipeline: Pipeline,
+    judge: Judge,
+    changed: Mapping[str, Coverage],
+    options: BuildOptions,
+) -> None:
+    write_graph(graph, folder / "model.onnx")
+    if model.text is not None:
+        (folder / "tokenizer.json").write_text(model.text.tokenizer, encoding="utf-8")
+    (folder / "run.py").write_bytes(Path(runtime.__file__).read_bytes())
+    limits = samples(model, folder / "samples.npz", open_graph(graph, provider.session()) if options.provider == "cpu" else None)
+    manifest = describe(folder / "model.onnx", model, provider, pipeline, judge.verification() | {"self_test": limits}, changed)
+    packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
+    (folder / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
+    seal(folder, manifest)
+    (folder / "REPORT.md").write_text(report(manifest), encoding="utf-8")
+
+
+def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
+    """The eager model that an artifact was made from; LoadError if it isn't there or has other weights."""
+    built_in = manifest["source"] in plugins.names("model")
+    weights = str(manifest["weights"])
+    chosen, file = source or str(manifest["source"]), None
+    if source is not None and source.endswith(".safetensors"):
+        chosen, file = str(manifest["source"]), source
+    elif weights.startswith("random seed"):
+        file = weights.replace("random seed ", "random:")
+    elif built_in and weights.startswith("checkpoint"):
+        raise LoadError(f"the artifact was made from {manifest['source']} with {weights}; --source FILE.safetensors names it")
+    model = load(
+        chosen,
+        settings=_as_settings(manifest["config"]) if built_in else {},
+        weights=file,
+        task=None if built_in else manifest["task"],
+        inputs=tuple(manifest.get("input_specs", ())),
+        max_length=(manifest["text"] or {}).get("max_length"),
+    )
+    if model.weights != weights:
+        raise LoadError(f"{chosen} has other weights than the artifact was made from: {model.weights}, not {weights}")
+    return model
+
+
+def _as_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config.items()}
+
+
+def compare(artifact: Path, source: str | None) -> dict[str, Any]:
+    """The JSON of `compare`; on failure `reason` names the first pass outside its budget."""
+    manifest = runtime.read_manifest(artifact)
+    model = source_of(manifest, source)
+    opened = runtime.Model(artifact)
+    step = Step("artifact", opened.run_arrays, _budget_of(manifest["verification"]["passes"][-1]))
+    found = compare_steps(model, [step])
+    if found.failure is None:
+        return found.to_json()
+    return found.to_json() | {"reason": _first_failure(manifest, model) or found.failure}
+
+
+def _budget_of(record: Mapping[str, Any]) -> Budget | None:
+    return Budget.parse(record["budget"]) if record["kind"] == "drift" else None
+
+
+def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None:
+    """Make the graph again as the manifest says, and judge it behind each pass."""
+    settings = plugins.find("provider", "cpu")().session()
+    ops = "fused" if manifest["fused"]["done"] else "standard"
+    judge = Judge(model)
+    try:
+        graph = export(model, Target.parse(manifest["min_onnxruntime"], ops))
+        pipeline = Pipeline.parse(manifest["pipeline"], lambda name: plugins.find("pass", name))
+        context = Context(model.module, (), lambda each: open_graph(each, settings))
+        _run_passes(model, graph, pipeline, frozenset(), judge, context, lambda message: None)
+    except BudgetError as error:
+        return str(error)
+    return None
