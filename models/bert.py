@@ -31,6 +31,10 @@ _ARCHITECTURES: Mapping[str, Task] = {
     "BertForMaskedLM": "fill-mask",
 }
 _TASKS: tuple[Task, ...] = (*_ARCHITECTURES.values(), "sentence-embedding")
+_COUNTS = (
+    *("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"),
+    *("type_vocab_size", "max_position_embeddings"),
+)
 _GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 _RENAMES = (  # in this order, on the names of a checkpoint
     (r"^bert\.", ""),
@@ -87,14 +91,7 @@ class Bert(CheckpointSpec):
     )
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "type_vocab_size",
-            "max_position_embeddings",
-        ):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise LoadError(f"config.json: {name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.num_hidden_layers <= 1000:
@@ -103,6 +100,12 @@ class Bert(CheckpointSpec):
             raise LoadError(
                 f"config.json: hidden_size {self.hidden_size} does not divide by "
                 f"num_attention_heads {self.num_attention_heads}"
+            )
+        if not self.layer_norm_eps >= 0:
+            raise LoadError(f"config.json: layer_norm_eps is {self.layer_norm_eps}; it must not be negative")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise LoadError(
+                f"config.json: pad_token_id is {self.pad_token_id}; it must be in 0 to {self.vocab_size - 1}"
             )
         if self.hidden_act not in (*_GELU, "relu"):
             raise LoadError(f"config.json: hidden_act is {self.hidden_act!r}; supported: {', '.join(_GELU)}, relu")

@@ -195,3 +195,18 @@ def test_two_poolings_at_once_are_refused(tmp_path: Path) -> None:
     _edit_json(folder / "1_Pooling" / "config.json", pooling_mode_max_tokens=True)
     with pytest.raises(LoadError, match="pooling is mean and max; supported: one of mean, cls, max"):
         load(str(folder))
+
+
+def test_another_task_leaves_the_pooling_of_sentence_transformers_out(tmp_path: Path) -> None:
+    model = load(str(tiny_bert_folder(tmp_path / "st", pooling=("mean",))), task="feature-extraction")
+    assert model.outputs[0].name == "last_hidden_state"
+
+
+def test_a_default_prompt_of_sentence_transformers_is_refused(tmp_path: Path) -> None:
+    folder = tiny_bert_folder(tmp_path / "st", pooling=("mean",))
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    load(str(folder))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts | {"default_prompt_name": "query"}))
+    with pytest.raises(LoadError, match="default_prompt_name is 'query'"):
+        load(str(folder))

@@ -149,3 +149,26 @@ def test_random_weights_by_hand_need_no_weight_file(classifier: Path) -> None:
 def test_the_hash_of_the_weights_is_that_of_the_file(classifier: Path) -> None:
     digest = hashlib.sha256((classifier / "model.safetensors").read_bytes()).hexdigest()
     assert load(str(classifier)).weights == f"checkpoint {digest}"
+
+
+def test_b256_a_module_that_has_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
+    """B256."""
+    (tmp_path / "wrapped.py").write_text(
+        "from torch import nn\nclass Wrapped(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.module = nn.Linear(2, 2)\n"
+        "    def forward(self, x):\n        return self.module(x)\n"
+    )
+    weights = {"module.weight": torch.full((2, 2), 3.0), "module.bias": torch.zeros(2)}
+    save_file(weights, tmp_path / "w.safetensors")
+    source, inputs = f"{tmp_path / 'wrapped.py'}:Wrapped", ["x:float32[rows,2]"]
+    model = load(source, inputs=inputs, weights=str(tmp_path / "w.safetensors"))
+    assert torch.equal(_state(model)["module.weight"], weights["module.weight"])
+    save_file({f"module.{name}": tensor for name, tensor in weights.items()}, tmp_path / "w.safetensors")
+    model = load(source, inputs=inputs, weights=str(tmp_path / "w.safetensors"))
+    assert torch.equal(_state(model)["module.weight"], weights["module.weight"])
+
+
+@pytest.mark.parametrize("source", [None, "bert"])
+def test_a_weight_file_that_is_not_there_is_named(source: str | None, classifier: Path) -> None:
+    with pytest.raises(LoadError, match=r"gone.safetensors: no such file"):
+        load(source and str(classifier), weights="gone.safetensors")

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from tx_export._load_text import bounded, check_tokenizer, table_of, vocabulary
-from tx_export._load_weights import Weights, build_seeded, fill, matched, read_metadata, read_weights
+from tx_export._load_fit import build_seeded, fill, matched
+from tx_export._load_text import bounded, check_tokenizer, read_utf8, table_of, vocabulary
+from tx_export._load_weights import Weights, read_metadata, read_weights
 from tx_export.errors import LoadError, PluginError
 from tx_export.spec import BuiltInSpec, EagerModel, TextSpec
 
@@ -76,8 +77,11 @@ def _choose(
     if isinstance(weights, Path):
         spec = spec_class(**(base | _stored_fields(weights, spec_class) | changed))
         beside = weights.with_suffix(".tokenizer.json")
+        if beside.is_file():
+            check_tokenizer(read_utf8(beside), vocabulary(spec.inputs()), beside)
+            tokenizer = beside
         read = read_weights((weights,))
-        return spec, _filled(spec, read), f"checkpoint {read.sha256}", beside if beside.is_file() else tokenizer
+        return spec, _filled(spec, read), f"checkpoint {read.sha256}", tokenizer
     if weights is None and shipped.is_file():
         with importlib.resources.as_file(shipped) as file:
             stored = base | _stored_fields(file, spec_class)

@@ -11,16 +11,9 @@ from typing import Any
 import torch
 
 from tx_export import plugins
+from tx_export._load_fit import build_seeded, fill, matched
 from tx_export._load_text import bounded, read_text, table_of
-from tx_export._load_weights import (
-    Weights,
-    build_seeded,
-    fill,
-    find_files,
-    matched,
-    read_json,
-    read_weights,
-)
+from tx_export._load_weights import Weights, find_files, read_json, read_weights
 from tx_export.errors import LoadError
 from tx_export.spec import CheckpointSpec, EagerModel
 
@@ -41,11 +34,11 @@ def load_folder(
     folder: Path, *, weights: Path | int | None, task: str | None, max_length: int | None, name: str, source: str
 ) -> EagerModel:
     """The eager model; `weights` is a file to use instead of the folder's, or the seed of random ones."""
-    folder, pooling = _transformer_folder(folder)
+    folder, pooling = _sentence_transformers(folder, task)
     config = read_json(folder / "config.json")
     _refuse_code(folder, config)
     family, spec_class = _family(config)
-    spec = spec_class.from_config(config, task, () if task not in (None, "sentence-embedding") else pooling)
+    spec = spec_class.from_config(config, task, pooling)
     table = table_of(spec.inputs())
     if max_length is not None and table is not None and max_length > table:
         raise LoadError(f"max-length {max_length} is more than the {table} positions that {source} has")
@@ -87,7 +80,7 @@ def _matched(spec: CheckpointSpec, weights: Weights) -> dict[str, torch.Tensor]:
 def _built(spec: CheckpointSpec, seed: int) -> torch.nn.Module:
     try:
         module: torch.nn.Module = build_seeded(spec.build, seed)
-    except (RuntimeError, MemoryError, OverflowError) as error:
+    except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
         raise LoadError(f"config.json: a model of these sizes can't be built here ({error})") from error
     return module
 
@@ -123,18 +116,19 @@ def _refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _transformer_folder(folder: Path) -> tuple[Path, tuple[str, ...]]:
-    """Where config.json is, and the pooling that modules.json adds."""
+def _sentence_transformers(folder: Path, task: str | None) -> tuple[Path, tuple[str, ...]]:
+    """Where config.json is, and the pooling that modules.json adds, if the task asks for it."""
     file = folder / "modules.json"
     if not file.is_file():
         return folder, ()
-    _refuse_prompt(folder / "config_sentence_transformers.json")
     modules = _read_modules(file)
     kinds = [kind for kind, _ in modules]
+    if kinds[:1] == ["Transformer"] and task not in (None, "sentence-embedding"):
+        return folder / modules[0][1], ()
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise LoadError(
-            f"{file}: the modules are {', '.join(kinds)}; supported: Transformer, Pooling, and then maybe Normalize"
-        )
+        listed = ", ".join(kinds) or "none"
+        raise LoadError(f"{file}: the modules are {listed}; supported: Transformer, Pooling, and then maybe Normalize")
+    _refuse_prompt(folder / "config_sentence_transformers.json")
     normalize = ("normalize",) if len(kinds) == 3 else ()
     return folder / modules[0][1], (_pooling(folder / modules[1][1] / "config.json"), *normalize)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tx_export import plugins
+from tx_export._load_fit import build_seeded, fill, matched
 from tx_export._load_text import bounded
-from tx_export._load_weights import build_seeded, fill, matched, read_weights
+from tx_export._load_weights import read_weights
 from tx_export.errors import LoadError, PluginError, TxExportError
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
@@ -179,7 +180,9 @@ def _named_outputs(outputs: Any) -> dict[str, Tensor]:
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
     """Ones for a mask, else random numbers in the range of the input, from seed 0."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(f"input {spec.name!r}: torch has no dtype {spec.dtype}")
     shape = spec.shape(sizes)
     if spec.is_mask:
         return torch.ones(shape, dtype=dtype)

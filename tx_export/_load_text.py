@@ -16,7 +16,7 @@ from tx_export._load_weights import read_json
 from tx_export.errors import LoadError
 from tx_export.spec import Dim, TensorSpec, TextSpec
 
-__all__ = ["bounded", "check_tokenizer", "read_text", "table_of", "vocabulary"]
+__all__ = ["bounded", "check_tokenizer", "read_text", "read_utf8", "table_of", "vocabulary"]
 
 _log = logging.getLogger("tx_export")
 
@@ -63,6 +63,14 @@ def check_tokenizer(text: str, vocab_size: int | None, place: object) -> Tokeniz
     return tokenizer
 
 
+def read_utf8(file: Path) -> str:
+    """The text of a file; LoadError names it."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file}: not readable ({error})") from error
+
+
 def read_text(
     folder: Path, config: Mapping[str, Any], inputs: tuple[TensorSpec, ...], max_length: int | None
 ) -> TextSpec | None:
@@ -72,10 +80,7 @@ def read_text(
     if not file.is_file():
         _log.warning("%s has no tokenizer.json: the artifact takes arrays only", folder)
         return None
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{file}: not readable ({error})") from error
+    text = read_utf8(file)
     tokenizer = check_tokenizer(text, vocabulary(inputs), file)
     if _optional(folder / "sentence_bert_config.json").get("do_lower_case"):
         text = _lowercased(tokenizer, text)

@@ -1,0 +1,140 @@
+"""Weights into a module: names matched, shapes, dtypes and values checked, nothing left random without a word."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tx_export._load_weights import Weights
+from tx_export.errors import LoadError
+
+__all__ = ["build_seeded", "fill", "matched"]
+
+_log = logging.getLogger("tx_export")
+_PREFIX = re.compile(r"module\.|_orig_mod\.")
+
+
+def build_seeded(build: Callable[[], Any], seed: int) -> Any:
+    """What `build` returns with torch's random numbers from `seed`; the global state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def matched(
+    module: nn.Module, weights: Weights, renamed: Callable[[str], str], unused: Iterable[str]
+) -> dict[str, Tensor]:
+    """The weights under the module's names; the module may be one without memory (device meta).
+
+    LoadError names what is missing, unexpected (unless a pattern of `unused` matches), of another shape, or not finite.
+    """
+    wanted: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    found = _by_our_name(
+        _strip_prefixes(weights.tensors, wanted, renamed), wanted, renamed, tuple(unused), weights.place
+    )
+    _check_shapes(found, wanted, weights.place)
+    _check_finite(found, weights.place)
+    _check_dtypes(found, wanted, weights.place)
+    return {ours: tensor for ours, (_, tensor) in found.items()}
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what `matched` found into the module."""
+    wanted: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            wanted[name].copy_(tensor)
+
+
+def _by_our_name(
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    renamed: Callable[[str], str],
+    unused: Sequence[str],
+    place: str,
+) -> dict[str, tuple[str, Tensor]]:
+    """Our name -> the checkpoint's name and the tensor; each of several names that share a tensor is enough."""
+    found: dict[str, tuple[str, Tensor]] = {}
+    unexpected: list[str] = []
+    first_of = _first_names(wanted)
+    for name, tensor in tensors.items():
+        ours = first_of.get(renamed(name))
+        if ours is None:
+            unexpected += [] if any(re.fullmatch(pattern, name) for pattern in unused) else [name]
+        elif ours in found and not torch.equal(found[ours][1], tensor):
+            raise LoadError(f"{place}: {found[ours][0]} and {name} are one tensor in this model, but differ")
+        else:
+            found[ours] = (name, tensor)
+    missing = sorted(set(first_of.values()) - found.keys())
+    if missing or unexpected:
+        raise LoadError(f"{place}: {_listed('missing', missing)}; {_listed('unexpected', sorted(unexpected))}")
+    return found
+
+
+def _first_names(wanted: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in wanted.items()}
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"nothing {what}"
+    return f"{len(names)} {what}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
+def _strip_prefixes(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], renamed: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """Without the prefixes of data-parallel and compiled modules, but for names that the module has as they are."""
+    stripped: dict[str, Tensor] = {}
+    prefixes: set[str] = set()
+    for name, tensor in tensors.items():
+        bare = name
+        while renamed(bare) not in wanted and (match := _PREFIX.match(bare)) is not None:
+            bare = bare[match.end() :]
+        prefixes |= {name.removesuffix(bare)} - {""}
+        if bare in stripped:
+            raise LoadError(f"weights: two tensors are both {bare} without the prefix {', '.join(sorted(prefixes))}")
+        stripped[bare] = tensor
+    if prefixes:
+        _log.warning("weights: the prefix %s was taken off their names", ", ".join(sorted(prefixes)))
+    return stripped
+
+
+def _check_shapes(found: Mapping[str, tuple[str, Tensor]], wanted: Mapping[str, Tensor], place: str) -> None:
+    for ours, (name, tensor) in found.items():
+        if tensor.shape != wanted[ours].shape:
+            raise LoadError(
+                f"{place}: {name} has shape {list(tensor.shape)}, but its config asks for {list(wanted[ours].shape)}"
+            )
+
+
+def _check_finite(found: Mapping[str, tuple[str, Tensor]], place: str) -> None:
+    for name, tensor in found.values():
+        count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+        if count:
+            raise LoadError(f"{place}: {name} holds {count} of {tensor.numel()} values that are NaN or infinite")
+
+
+def _check_dtypes(found: Mapping[str, tuple[str, Tensor]], wanted: Mapping[str, Tensor], place: str) -> None:
+    allowed = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    converted = set()
+    for ours, (name, tensor) in found.items():
+        if tensor.dtype == wanted[ours].dtype:
+            continue
+        if tensor.dtype not in allowed or wanted[ours].dtype not in allowed:
+            raise LoadError(f"{place}: {name} is {_short(tensor.dtype)}; supported: {', '.join(map(_short, allowed))}")
+        how = "widened" if tensor.dtype.itemsize < wanted[ours].dtype.itemsize else "rounded"
+        converted.add(f"{_short(tensor.dtype)} is {how} to {_short(wanted[ours].dtype)}")
+    if converted:
+        _log.warning("weights: %s", ", ".join(sorted(converted)))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
