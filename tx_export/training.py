@@ -32,7 +32,17 @@ from tx_export._training_text import (
 from tx_export.errors import LoadError
 from tx_export.spec import BuiltInSpec
 
-__all__ = ["LoopOptions", "Progress", "TrainOptions", "TrainRecord", "TrainResult", "train"]
+__all__ = [
+    "Example",
+    "LoopOptions",
+    "Progress",
+    "TrainOptions",
+    "TrainRecord",
+    "TrainResult",
+    "read_examples",
+    "train",
+    "train_tokenizer",
+]
 
 _HELD_OUT_SHARE = 0.1
 
