@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from rich.table import Table
 
 import tx_export
 from tx_export import cli, errors, runtime
@@ -29,7 +30,7 @@ _MANIFEST = {
     "pipeline": "dynamic_int8{per_channel=true}",
     "opset": 20,
     "ir_version": 10,
-    "domains": {"": 20, "com.microsoft": 1},
+    "domains": {"ai.onnx": {"version": 20, "nodes": 68}, "com.microsoft": {"version": 1, "nodes": 17}},
     "min_onnxruntime": "1.20",
     "inputs": [{"name": "input_ids", "dtype": "int64", "dims": ["batch", "tokens<=512"]}],
     "outputs": [{"name": "logits", "dtype": "float32", "dims": ["batch", 2]}],
@@ -129,7 +130,7 @@ def test_the_version_is_the_package_s(call: Call) -> None:
     [
         ([], "Missing command; see tx-export --help"),
         (["bild"], "No such command 'bild'"),
-        (["build", "--nonsense"], "No such option '--nonsense'"),
+        (["build", "--nonsense"], "--nonsense"),
         (["build", "--size", "huge"], "'huge' is not one of 'small', 'medium', 'large'; see tx-export build --help"),
         (["build", "--set", "layers"], "'layers' is not KEY=VALUE, say num_layers=2"),
         (["build", "--set", "a=1", "--set", "a=2"], "a is given twice"),
@@ -195,6 +196,7 @@ def test_build_prints_a_table_without_json(call: Call, compiler: ModuleType) -> 
     assert lines["file"].endswith("model.onnx, 12,345 bytes")
 
 
+@pytest.mark.filterwarnings("ignore:a foreign warning")
 def test_debug_shows_what_is_held_back_otherwise(compiler: ModuleType, call: Call) -> None:
     assert "debug: a detail" in call("build", "--debug").err
 
@@ -244,8 +246,7 @@ def test_bench_hands_over_its_lists_and_draws_the_chart(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: dict[str, Any] = {}
-    row = {"contender": "eager", "batch": 1, "tokens": 16, "p50_ms": 1.25, "p95_ms": 2.5, "tokens_per_s": 12800.0}
-    report = {"rows": [row | {"peak_rss_mb": 100, "load_ms": None}], "threads": 2, "cpu": "toy", "onnxruntime": "1.32"}
+    report = {"rows": [], "threads": 2}
 
     def bench(artifact: Path, *, progress: Callable[[str], None], **given: object) -> dict[str, Any]:
         seen.update(given, artifact=artifact)
@@ -254,16 +255,21 @@ def test_bench_hands_over_its_lists_and_draws_the_chart(
     def chart(given: object, path: Path) -> None:
         seen.update(chart=path, charted=given)
 
+    def table(given: object) -> Table:
+        shown = Table("contender", "p50 ms")
+        shown.add_row("eager " + 100 * "x", "1.25")
+        return shown
+
     stand_in = ModuleType("tx_export.benchmark")
-    setattr(stand_in, "bench", bench)  # noqa: B010
-    setattr(stand_in, "chart", chart)  # noqa: B010
+    for name, value in {"bench": bench, "chart": chart, "table": table}.items():
+        setattr(stand_in, name, value)
     _stand_in(monkeypatch, stand_in)
     picture = tmp_path / "picture.png"
     outcome = call(
         "bench", str(tmp_path), "--batch", "1, 4", "--against", "eager", "--threads", "2", "--chart", str(picture)
     )
     assert outcome.code == 0
-    assert outcome.out.splitlines()[1].split() == ["eager", "1", "16", "1.25", "2.5", "12,800", "100", "-"]
+    assert 100 * "x" in outcome.out, "a table is not cut where it is piped"
     assert seen == {
         "artifact": tmp_path,
         "source": None,

@@ -72,24 +72,28 @@ def _is_private(name: str) -> bool:
 
 
 @functools.cache
-def _floor(name: str) -> int:
-    """As drawn; a private neighbour stands on the lowest floor of those that import it."""
+def _floor(name: str) -> float:
+    """As drawn. A private neighbour stands on the lowest floor of those that import it, or just below a folder's."""
     if name == "tx_export":  # below all: it imports nothing
         return -1
     short = name.removeprefix("tx_export.")
     if (drawn := _DRAWN.get(short, _DRAWN.get(f"{short.split('.')[0]}.*"))) is not None:
         return drawn
     if _is_private(name):
-        users = [_floor(other) for other in _MODULES if other != name and name in _imports(other)]
+        users = [_floor(other) - (not _neighbours(other, name)) / 2 for other in _MODULES if name in _imports(other)]
         # What is started as a program of its own has no importer: it stands where it may import the most.
         return min(users, default=max(_DRAWN.values()))
     raise AssertionError(f"{name} stands on no floor of tx_export/__init__.py")
 
 
+def _neighbours(name: str, other: str) -> bool:
+    return name.rpartition(".")[0] == other.rpartition(".")[0]
+
+
 def _is_shared(name: str, used: str) -> bool:
     """Whether `used` may be imported from its own floor: a private neighbour, or what the families are built of."""
     return (
-        (_is_private(used) and used.rpartition(".")[0] == name.rpartition(".")[0])
+        (_is_private(used) and _neighbours(name, used))
         or used.startswith(("tx_export.models.parts", "tx_export.models.weights"))
         or (name, used) == ("tx_export.__main__", "tx_export.cli")
     )
@@ -110,7 +114,7 @@ def test_shared_files_stay_in_their_folder() -> None:
         f"{name} imports {used}"
         for name in _MODULES
         for used in _imports(name)
-        if _is_private(used) and used.rpartition(".")[0] != name.rpartition(".")[0]
+        if _is_private(used) and not name.startswith(used.rpartition(".")[0] + ".")
     ]
     assert not strays
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tx_export.training import TrainResult
 
 __all__ = [
@@ -18,9 +21,11 @@ __all__ = [
     "print_graph",
     "print_json",
     "print_manifest",
-    "print_timings",
+    "print_table",
     "print_training",
 ]
+
+_WIDE = 200  # characters
 
 
 def print_json(value: object) -> None:
@@ -40,9 +45,12 @@ def print_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     plain = ("name", "task", "source", "weights", "pipeline", "opset", "ir_version", "min_onnxruntime")
     rows: list[tuple[str, str]] = [("artifact", str(folder))]
     rows += [(key, str(manifest.get(key, ""))) for key in plain]
-    rows += [("domains", ", ".join(map(str, manifest.get("domains", ()))))]
+    rows += [
+        ("domain", f"{name} {used['version']}, {used['nodes']} nodes") for name, used in manifest["domains"].items()
+    ]
     rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in manifest.get(kind, ())]
     rows += [(key, _coverage(manifest[key])) for key in ("fused", "quantized", "pruned") if manifest.get(key)]
+    rows += [("verified", _verified(record)) for record in manifest.get("verification", {}).get("passes", ())]
     rows += [("file", f"{name}, {entry['bytes']:,} bytes") for name, entry in sorted(manifest["files"].items())]
     print_columns(rows)
 
@@ -68,14 +76,12 @@ def print_comparison(report: Mapping[str, Any]) -> None:
     click.echo(f"{len(report.get('cases', ()))} cases: {report['verdict']}")
 
 
-def print_timings(report: Mapping[str, Any]) -> None:
-    """One row per contender and shape."""
-    measures = ("p50_ms", "p95_ms", "tokens_per_s", "peak_rss_mb", "load_ms")
-    rows: list[list[str]] = [["contender", "batch", "tokens", *measures]]
-    for row in report["rows"]:
-        rows.append([row["contender"], str(row["batch"]), str(row["tokens"]), *(_figure(row[m]) for m in measures)])
-    print_columns(rows)
-    click.echo(f"{report['threads']} threads, {report['cpu']}, onnxruntime {report['onnxruntime']}")
+def print_table(table: Table) -> None:
+    """A table of rich, never cut: off a terminal it is as wide as it needs to be."""
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(table)
 
 
 def print_training(result: TrainResult) -> None:
@@ -89,6 +95,14 @@ def print_training(result: TrainResult) -> None:
 
 def _tensor(tensor: Mapping[str, Any]) -> str:
     return f"{tensor['name']}:{tensor['dtype']}[{','.join(map(str, tensor['dims']))}]"
+
+
+def _verified(record: Mapping[str, Any]) -> str:
+    errors = "; ".join(
+        f"{name} {_figure(measured['sqnr_db'])} dB, largest difference {_figure(measured['max_abs'])}"
+        for name, measured in record["outputs"].items()
+    )
+    return f"{record['pass']}: {record['kind']} {errors} (budget {record['budget']})"
 
 
 def _coverage(coverage: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import click
 
@@ -53,8 +53,8 @@ def program() -> None:
 def build(
     source: str | None, size: str, settings: dict[str, str], weights: str | None, task: str | None,
     inputs: tuple[str, ...], quantize: str | None, passes: str | None, calibrate: Path | None, evaluate: Path | None,
-    budget: str | None, max_length: int | None, provider: str, target_ort: str | None, ops: str,
-    output: Path | None, force: bool, as_json: bool,
+    budget: str | None, max_length: int | None, provider: str, target_ort: str | None,
+    ops: Literal["fused", "standard"], output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Build an artifact from SOURCE: a built-in name, a checkpoint folder, file.py:NAME or package.module:NAME.
 
@@ -137,7 +137,7 @@ def bench(
         )
         if chart is not None:
             benchmark.chart(report, chart)
-    _tables.print_json(report) if as_json else _tables.print_timings(report)
+    _tables.print_json(report) if as_json else _tables.print_table(benchmark.table(report))
 
 
 @program.command()
