@@ -156,6 +156,7 @@ def test_a_budget_reads_what_it_prints() -> None:
     budget = Budget.parse("sqnr_db=20, max_abs=0.1,cosine=0.99,agreement=0.9,accuracy=0.8,invariance_db=15")
     assert budget == Budget(0.1, 20, 0.99, 0.9, 0.8, 15)
     assert Budget.parse(str(budget)) == budget
+    assert Budget.parse(str(Budget())) == Budget()
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from tx_export.errors import PluginError
 
 __all__ = ["FIDELITY_DB", "Breach", "Budget", "Difference", "Meter", "Place", "fidelity_bound"]
 
-FIDELITY_DB = 90.0  # the least SQNR of an fp32 graph against its own module
-
 Array = NDArray[Any]
 
+FIDELITY_DB = 90.0  # the least SQNR of an fp32 graph against its own module
 _SLICE = 1 << 20  # elements compared at once: 8 MB in float64
 _UNIT = ("cosine", "agreement", "accuracy")
 
@@ -46,7 +45,7 @@ class Breach:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits on the error; None leaves a metric free. Text form `sqnr_db=20,max_abs=0.1`."""
+    """Limits on the error; None leaves a metric free. Text form `sqnr_db=20,max_abs=0.1`, or `none`."""
 
     max_abs: float | None = None  # at most, in the output's unit
     sqnr_db: float | None = None  # at least
@@ -58,6 +57,8 @@ class Budget:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form; PluginError names an unknown key, or a value that no metric can have."""
+        if text.strip() == "none":
+            return cls()
         known = [option.name for option in dataclasses.fields(cls)]
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -72,7 +73,8 @@ class Budget:
         return cls(**given)
 
     def __str__(self) -> str:
-        return ",".join(f"{key}={value:g}" for key, value in dataclasses.asdict(self).items() if value is not None)
+        limits = [f"{key}={value:g}" for key, value in dataclasses.asdict(self).items() if value is not None]
+        return ",".join(limits) or "none"
 
     def looser(self, other: Budget) -> Budget:
         """What two passes together may cause: of each metric the weaker limit, none where one of them has none."""
