@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -27,8 +28,9 @@ import sys
 import threading
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TextIO, TypeAlias
@@ -89,7 +91,6 @@ _NEEDED: dict[str, type] = {
     "session": dict,
     "files": dict,
 }
-_SEARCHED = ("model.onnx", "tokenizer.json", "samples.npz")
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -123,16 +124,20 @@ def _check_keys(path: Path, manifest: Any) -> None:
     for key, kind in _NEEDED.items():
         if not isinstance(manifest.get(key), kind):
             raise ArtifactError(f"{path}: key {key!r} is missing or not a {kind.__name__}")
-    for needed in ("model.onnx",) if manifest.get("text") is None else ("model.onnx", "tokenizer.json"):
+    text, settings = manifest.get("text"), manifest["session"]
+    if text is not None and not (isinstance(text, dict) and isinstance(text.get("max_length"), int)):
+        raise ArtifactError(f"{path}: key 'text' is neither null nor an object with max_length")
+    for needed in ("model.onnx",) if text is None else ("model.onnx", "tokenizer.json"):
         if needed not in manifest["files"]:
             raise ArtifactError(f"{path}: lists no file {needed}")
-    if not manifest["session"]:
-        raise ArtifactError(f"{path}: has session settings for no provider")
+    if not settings or not all(isinstance(item, dict) and "provider" in item for item in settings.values()):
+        raise ArtifactError(f"{path}: key 'session' has no settings for a provider")
     try:
-        for item in manifest["inputs"] + manifest["outputs"]:
-            _Tensor.parse(item)
+        tensors = [_Tensor.parse(item) for item in manifest["inputs"] + manifest["outputs"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path}: an input or output can't be read: {error!r}") from error
+    if text is not None and not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in tensors):
+        raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
 
 
 def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
@@ -175,12 +180,15 @@ _ONNX = {
 def _check_external_data(folder: Path, name: str, files: Mapping[str, Any]) -> None:
     """Refuse a model whose weights lie in a file that the manifest doesn't list; read without the onnx package."""
     path = folder / name
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            with memoryview(data) as view:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            view = memoryview(data)
+            try:
                 locations = set(_external_locations(view, 0, len(view), "model"))
-        except (IndexError, ValueError) as error:
-            raise ArtifactError(f"{path}: not an ONNX file: {error}") from error
+            finally:
+                view.release()
+    except (IndexError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not an ONNX file: {error}") from error
     for location in sorted(locations):
         if location not in files:
             raise ArtifactError(f"{path}: its weights are in {location!r}, which the manifest doesn't list; refused")
@@ -224,6 +232,8 @@ def _varint(view: memoryview, start: int) -> tuple[int, int]:
         start, shift = start + 1, shift + 7
         if byte < 128:
             return value, start
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")
 
 
 # ---- The machine: threads, CPU, and what is said about them
@@ -286,17 +296,50 @@ def _lacks_vnni() -> bool:
     return bool(flags) and not {"avx512_vnni", "avx_vnni"} & set(flags)
 
 
-_said: set[str] = set()
+class _Notices:
+    """Says things on stderr, each kind once in the life of a model."""
 
+    def __init__(self) -> None:
+        self._said: set[str] = set()
 
-def _notice(message: str) -> None:
-    """Say it on stderr, once in the life of the process."""
-    if message not in _said:
-        _said.add(message)
-        print(f"notice: {message}", file=sys.stderr, flush=True)
+    def say(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            print(f"notice: {message}", file=sys.stderr, flush=True)
 
 
 # ---- The session: ONNX Runtime with the settings of the manifest
+
+
+class _Sessions:
+    """Sessions of one graph on one provider, one for each number of threads, made when they are first needed."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], provider: str, threads: int) -> None:
+        self.settings = _settings(manifest, provider)
+        self.batch_tokens = int(self.settings.get("batch_tokens", 256))
+        self._open = functools.partial(
+            _open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
+        )
+        self._lock = threading.Lock()
+        self._by_threads: dict[int, Any] = {threads: self._open(threads)}
+        onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
+        usual = self.settings.get("run_config", {})
+        self._usual = _run_options(onnxruntime, usual)
+        self._large = _run_options(onnxruntime, usual | self.settings.get("large_run_config", {}))
+
+    def run(self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs by name. A run of more positions than a batch of texts has gives its memory back when it is done."""
+        with self._lock:
+            if threads not in self._by_threads:
+                self._by_threads[threads] = self._open(threads)
+        positions = max((math.prod(array.shape[:2]) for array in arrays.values()), default=0)
+        options = self._large if positions > self.batch_tokens else self._usual
+        try:
+            found = self._by_threads[threads].run(list(outputs), dict(arrays), options)
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+            raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
+        return dict(zip(outputs, found, strict=True))
 
 
 def _import_onnxruntime(least: str) -> Any:
@@ -369,6 +412,13 @@ def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int
     return options
 
 
+def _run_options(onnxruntime: Any, config: Mapping[str, Any]) -> Any:
+    options = onnxruntime.RunOptions()
+    for key, value in config.items():
+        options.add_run_config_entry(key, str(value))
+    return options
+
+
 def _first_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
@@ -385,6 +435,10 @@ class _Dim:
 
     def __str__(self) -> str:
         return self.name if self.bound is None else f"{self.name}<={self.bound}"
+
+
+def _size_key(dim: int | _Dim) -> int | str:
+    return dim if isinstance(dim, int) else dim.name
 
 
 @dataclass(frozen=True)
@@ -510,46 +564,52 @@ class _Row:
 
     index: int  # of the text in the input
     ids: Sequence[int]
-    type_ids: Sequence[int]
-    tokens: Sequence[str]  # empty unless the task shows them
-    special: Sequence[int]  # 1 where the tokenizer added the token
+    encoding: Any  # of the tokenizer: type_ids, tokens, special_tokens_mask
     cut: bool
 
 
 class _Tokenizer:
     """The artifact's tokenizer.json; its own padding and truncation are replaced by ours."""
 
-    def __init__(self, path: Path, text: Mapping[str, Any], shows_tokens: bool) -> None:
+    def __init__(self, path: Path, text: Mapping[str, Any], ids: _Tensor, notices: _Notices) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
+        self.max_length, self.pad_id = int(text["max_length"]), int(text.get("pad_id") or 0)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             self._tokenizer.no_padding()
-            self._tokenizer.enable_truncation(int(text["max_length"]), strategy="longest_first")
+            self._tokenizer.enable_truncation(self.max_length, strategy="longest_first")
         except Exception as error:
             raise ArtifactError(f"{path}: the tokenizer can't be loaded: {_first_line(error)}") from error
-        self.max_length = int(text["max_length"])
-        self.pad_id = int(text.get("pad_id", 0))
-        self._shows_tokens = shows_tokens
+        self._ids, self._notices = ids, notices
 
     def encode(self, index: int, text: Text) -> _Row:
         """Tokens of one text or pair, special tokens kept and the longer of a pair cut first."""
-        parts = [self._shorten(part) for part in _parts(index, text)]
+        parts = [self._shorten(self._repaired(index, part)) for part in _parts(index, text)]
         try:
             found = self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
         except Exception as error:
             raise TxExportError(f"text {index}: the tokenizer failed: {_first_line(error)}") from error
-        if not found.ids:
+        ids, cut = found.ids, bool(found.overflowing)
+        if not ids:
             raise TxExportError(f"text {index}: has no tokens, and this tokenizer adds no special ones")
-        cut = bool(found.overflowing)
+        if self._ids.high is not None and max(ids) > self._ids.high:
+            raise TxExportError(f"text {index}: token id {max(ids)}; the model takes {self._ids.low}..{self._ids.high}")
         if cut:
-            _notice(
-                f'text {index} was cut to {self.max_length} tokens; with --json all such rows say "truncated": true'
-            )
-        tokens = found.tokens if self._shows_tokens else []
-        return _Row(index, found.ids, found.type_ids, tokens, found.special_tokens_mask, cut)
+            rest = 'more such texts are not announced; --json marks them all with "truncated": true'
+            self._notices.say("cut", f"text {index} was cut to {self.max_length} tokens; {rest}")
+        return _Row(index, ids, found, cut)
+
+    def _repaired(self, index: int, text: str) -> str:
+        """Half characters become U+FFFD, the mark of what can't be read."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            self._notices.say("half", f"text {index} holds half of a surrogate pair; U+FFFD is put in its place")
+            return _whole(text)
+        return text
 
     def _shorten(self, text: str) -> str:
         """A prefix with the same first tokens up to the limit, so that cost doesn't grow with what is thrown away.
@@ -570,20 +630,15 @@ class _Tokenizer:
 
 
 def _parts(index: int, text: Any) -> list[str]:
-    """The one or two strings of a text, with half characters repaired."""
+    """The one or two strings of a text."""
     parts = [text] if isinstance(text, str) else list(text) if isinstance(text, (tuple, list)) else []
     if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
         raise TxExportError(f"text {index}: expected a str or a pair of them, not {type(text).__name__}")
-    return [_repaired(index, part) for part in parts]
+    return parts
 
 
-def _repaired(index: int, text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        _notice(f"text {index} holds half of a surrogate pair; U+FFFD is put in its place")
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
+def _whole(text: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 # ---- Results: from the arrays of a batch to the JSON of a text
@@ -614,14 +669,14 @@ def _label_names(labels: Sequence[str], count: int) -> list[str]:
 
 def _label_tokens(logits: np.ndarray, row: _Row, labels: Sequence[str]) -> Result:
     names = _label_names(labels, logits.shape[-1])
-    kept = [place for place, special in enumerate(row.special) if not special]
-    best = logits.argmax(axis=-1)
-    return {"tokens": [row.tokens[place] for place in kept], "labels": [names[best[place]] for place in kept]}
+    kept = [place for place, special in enumerate(row.encoding.special_tokens_mask) if not special]
+    best, tokens = logits.argmax(axis=-1), row.encoding.tokens
+    return {"tokens": [tokens[place] for place in kept], "labels": [names[best[place]] for place in kept]}
 
 
 # ---- The model
 
-_WINDOW = 512  # texts that are sorted by length together; results leave in input order, so this bounds memory too
+_WINDOW = 512  # the least number of texts that are sorted by length together, when there are many
 
 
 class Model:
@@ -633,28 +688,25 @@ class Model:
 
     def __init__(self, folder: str | Path, provider: str | None = None, threads: int | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
-        self.provider: str = provider if provider is not None else next(iter(self.manifest["session"]))
         self.threads = available_threads() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads} is not at least 1")
-        self._settings = _settings(self.manifest, self.provider)
-        self._inputs = tuple(_Tensor.parse(item) for item in self.manifest["inputs"])
-        self._outputs = tuple(_Tensor.parse(item) for item in self.manifest["outputs"])
+        self.manifest = read_manifest(self.folder)
+        self.provider: str = provider if provider is not None else next(iter(self.manifest["session"]))
+        self.inputs = tuple(_Tensor.parse(item) for item in self.manifest["inputs"])
+        self.outputs = tuple(_Tensor.parse(item) for item in self.manifest["outputs"])
+        self._sessions = _Sessions(self.folder, self.manifest, self.provider, self.threads)
+        self._notices = _Notices()
         self._text: Mapping[str, Any] = self.manifest.get("text") or {}
-        self._lock = threading.Lock()
-        self._sessions: dict[int, Any] = {}
-        self._session(self.threads)
-        self._tokenizer = self._load_tokenizer()
-        if (self.manifest.get("quantized") or {}).get("done") and _lacks_vnni():
-            seen = ", ".join((self.manifest.get("verified_on") or {}).get("instruction_sets") or ["another machine"])
-            _notice(
-                "this CPU has no VNNI: int8 products run in an exact but slower form; accuracy was verified on " + seen
-            )
+        self._tokenizer: _Tokenizer | None = None
+        if self._text:
+            self._ids = next(tensor for tensor in self.inputs if tensor.name == "input_ids")
+            self._tokenizer = _Tokenizer(self.folder / "tokenizer.json", self._text, self._ids, self._notices)
+        self._warn_without_vnni()
 
     def __call__(self, texts: Iterable[Text]) -> list[Result]:
         """One result per text, in order. Raises TxExportError for a text that can't be taken."""
-        return [result for _, result in self._answers(texts, itertools.repeat(_WINDOW))]
+        return [result for _, result in self._answers(texts, itertools.repeat(self._window()))]
 
     def stream(self, texts: Iterable[Text]) -> Iterator[Result]:
         """The same results, each as soon as it and all before it are there; `texts` is read as they are needed."""
@@ -662,115 +714,96 @@ class Model:
 
     def stream_with_texts(self, texts: Iterable[Text]) -> Iterator[tuple[Text, Result]]:
         """Each text with its result, as `stream`."""
-        # The first result waits for one text only; soon enough texts come together to be sorted.
-        return self._answers(texts, (min(2**power, _WINDOW) for power in itertools.count()))
+        # The first result waits for one text only; soon enough texts come together to be worth sorting.
+        return self._answers(texts, (min(2**power, self._window()) for power in itertools.count()))
 
     def run_arrays(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Outputs by name. Any layout, lists too; integers of any width, floats of any width where floats are wanted.
+        """Outputs by name. Any layout, lists too; integers of any width, and floats of any width for float inputs.
 
-        A missing attention_mask is all ones, missing token_type_ids all zeros. Raises TxExportError for the rest.
+        A missing attention_mask is all ones, missing token_type_ids are zeros. Raises TxExportError for what doesn't
+        fit: names, dtypes, shapes, limits, values out of range. An empty batch gives empty outputs.
         """
-        arrays, sizes = _check_feeds(self._inputs, feeds)
+        arrays, sizes = _check_feeds(self.inputs, feeds)
         if 0 in sizes.values():
             return self._empty(sizes)
         return self._run(self.threads, arrays)
 
-    def _empty(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-        batch = self._batch_name()
-        if [name for name, size in sizes.items() if size == 0] != [batch]:
-            raise TxExportError("inputs: " + ", ".join(f"{name} is 0" for name in sizes if sizes[name] == 0))
-        known = all(isinstance(dim, int) or dim.name in sizes for tensor in self._outputs for dim in tensor.dims)
-        if not known:
-            raise TxExportError(f"inputs: the batch is empty ({batch} is 0)")
-        return {
-            tensor.name: np.zeros([d if isinstance(d, int) else sizes[d.name] for d in tensor.dims], tensor.dtype)
-            for tensor in self._outputs
-        }
-
-    def _batch_name(self) -> str | None:
-        dim = self._inputs[0].dims[0] if self._inputs and self._inputs[0].dims else None
-        return dim.name if isinstance(dim, _Dim) else None
-
-    def _session(self, threads: int) -> Any:
-        with self._lock:
-            if threads not in self._sessions:
-                least = self.manifest["min_onnxruntime"]
-                path = self.folder / "model.onnx"
-                self._sessions[threads] = _open_session(path, least, self.provider, self._settings, threads)
-            return self._sessions[threads]
-
     def _run(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        session = self._session(threads)
-        try:
-            found = session.run([tensor.name for tensor in self._outputs], dict(arrays))
-        except Exception as error:
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-            raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
-        return {tensor.name: array for tensor, array in zip(self._outputs, found, strict=True)}
+        return self._sessions.run(threads, [tensor.name for tensor in self.outputs], arrays)
 
-    def _load_tokenizer(self) -> _Tokenizer | None:
-        if not self._text:
-            return None
-        shows_tokens = self.manifest["task"] == "token-classification"
-        return _Tokenizer(self.folder / "tokenizer.json", self._text, shows_tokens)
+    def _empty(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        batch = _batch_name(self)
+        empty = sorted(name for name, size in sizes.items() if size == 0 and name != batch)
+        if empty:
+            raise TxExportError(f"inputs: {', '.join(empty)} is 0; at least 1 is needed")
+        outputs = {}
+        for tensor in self.outputs:
+            shape = [dim if isinstance(dim, int) else sizes.get(dim.name) for dim in tensor.dims]
+            known = [size for size in shape if size is not None]
+            if len(known) < len(shape):
+                raise TxExportError(f"inputs: the batch is empty ({batch} is 0)")
+            outputs[tensor.name] = np.zeros(known, tensor.dtype)
+        return outputs
+
+    def _warn_without_vnni(self) -> None:
+        if (self.manifest.get("quantized") or {}).get("done") and _lacks_vnni():
+            verified = (self.manifest.get("verified_on") or {}).get("instruction_sets") or ["a machine not recorded"]
+            slower = "this CPU has no VNNI: int8 products run in an exact but slower form"
+            self._notices.say("vnni", f"{slower}; the accuracy was verified on {', '.join(verified)}")
+
+    def _window(self) -> int:
+        return max(_WINDOW, 128 * self.threads)
 
     def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
         if self._tokenizer is None:
-            raise TxExportError(
-                f"{self.folder}: has no tokenizer, so it takes arrays only (Model.run_arrays), not text"
-            )
+            raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
         if isinstance(texts, str):
             raise TxExportError("texts: expected a list of texts, not one str")
         source, start = iter(texts), 0
         while window := list(itertools.islice(source, next(windows))):
-            rows = [self._encode(self._tokenizer, start + place, text) for place, text in enumerate(window)]
+            rows = [self._tokenizer.encode(start + place, text) for place, text in enumerate(window)]
             yield from zip(window, self._answer(rows), strict=True)
             start += len(window)
 
-    def _encode(self, tokenizer: _Tokenizer, index: int, text: Text) -> _Row:
-        row = tokenizer.encode(index, text)
-        ids = self._inputs[0]
-        if ids.high is not None and max(row.ids) > ids.high:
-            raise TxExportError(f"text {index}: token id {max(row.ids)}; the model takes {ids.low}..{ids.high}")
-        return row
-
     def _answer(self, rows: Sequence[_Row]) -> Iterator[Result]:
-        """Results of a window in order: many batches go to workers of one thread each, few to all threads in turn."""
-        batches = _batches(rows, self._settings.get("batch_tokens", 1024))
-        many = self._settings.get("one_thread_workers", False) and len(batches) >= 2 * self.threads > 2
-        with ThreadPoolExecutor(self.threads if many else 1) as workers:
-            futures: dict[int, Future[list[Result]]] = {}
-            for batch in batches:
-                future = workers.submit(self._run_rows, 1 if many else self.threads, batch)
-                futures |= {row.index: future for row in batch}
-            places = {row.index: place for batch in batches for place, row in enumerate(batch)}
-            try:
-                for row in rows:
-                    yield futures[row.index].result()[places[row.index]]
-            finally:
-                workers.shutdown(cancel_futures=True)
+        """Results of a window, in order: many batches go to workers of one thread each, few to all threads in turn."""
+        batches = _batches(rows, self._sessions.batch_tokens)
+        workers = bool(self._sessions.settings.get("one_thread_workers"))
+        if not workers or self.threads == 1 or len(batches) < 2 * self.threads:
+            yield from _in_order(rows, map(functools.partial(self._run_rows, self.threads), batches))
+            return
+        pool = ThreadPoolExecutor(self.threads)
+        try:
+            yield from _in_order(rows, pool.map(functools.partial(self._run_rows, 1), batches))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _run_rows(self, threads: int, rows: Sequence[_Row]) -> list[Result]:
-        arrays, _ = _check_feeds(self._inputs, self._feeds(rows))
+    def _run_rows(self, threads: int, rows: Sequence[_Row]) -> dict[int, Result]:
+        """Results by the text's index; a value that isn't finite is an error, never an answer."""
+        arrays, _ = _check_feeds(self.inputs, self._feeds(rows))
         outputs = self._run(threads, arrays)
-        return [self._result(row, place, outputs) for place, row in enumerate(rows)]
+        for name, array in outputs.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                indices = ", ".join(str(row.index) for row in rows)
+                raise TxExportError(f"output {name!r}: not finite for text {indices}")
+        return {row.index: self._result(row, place, outputs) for place, row in enumerate(rows)}
 
     def _feeds(self, rows: Sequence[_Row]) -> dict[str, np.ndarray]:
         """Rows padded on the right to the longest of them."""
         assert self._tokenizer is not None
-        longest = max(len(row.ids) for row in rows)
-        names = {tensor.name for tensor in self._inputs}
-        feeds = {"input_ids": np.full((len(rows), longest), self._tokenizer.pad_id, np.int64)}  # [batch, tokens]
-        feeds |= {name: np.zeros((len(rows), longest), np.int64) for name in ("attention_mask", "token_type_ids")}
+        shape = (len(rows), max(len(row.ids) for row in rows))  # [batch, tokens]
+        feeds = {"input_ids": np.full(shape, self._tokenizer.pad_id, np.int64)}
+        feeds |= {name: np.zeros(shape, np.int64) for name in ("attention_mask", "token_type_ids")}
         for place, row in enumerate(rows):
             feeds["input_ids"][place, : len(row.ids)] = row.ids
-            feeds["token_type_ids"][place, : len(row.ids)] = row.type_ids
+            feeds["token_type_ids"][place, : len(row.ids)] = row.encoding.type_ids
             feeds["attention_mask"][place, : len(row.ids)] = 1
-        return {name: array for name, array in feeds.items() if name in names}
+        return {tensor.name: feeds[tensor.name] for tensor in self.inputs if tensor.name in feeds}
 
     def _result(self, row: _Row, place: int, outputs: Mapping[str, np.ndarray]) -> Result:
         task, labels = self.manifest["task"], self._text.get("labels") or ()
-        main = outputs[self._outputs[0].name][place]
+        own = {tensor.name: self._own(tensor, outputs[tensor.name], row, place) for tensor in self.outputs}
+        main = own[self.outputs[0].name]
         if task == "text-classification":
             result = _classify(main, labels, self._text.get("scores", "softmax"))
         elif task == "sentence-embedding":
@@ -778,20 +811,29 @@ class Model:
         elif task == "token-classification":
             result = _label_tokens(main, row, labels)
         else:
-            shown = ((tensor, outputs[tensor.name]) for tensor in self._outputs)
-            result = {"outputs": {tensor.name: self._own(tensor, array, row, place) for tensor, array in shown}}
+            result = {"outputs": {name: array.tolist() for name, array in own.items()}}
         return result | {"truncated": True} if row.cut else result
 
-    def _own(self, tensor: _Tensor, array: np.ndarray, row: _Row, place: int) -> Any:
-        """One text's part of an output as nested lists, padding left out."""
-        tokens = self._inputs[0].dims[-1]
-        batch = self._batch_name()
-        keys: list[int | slice] = []
-        for dim in tensor.dims:
-            name = dim.name if isinstance(dim, _Dim) else None
-            own = isinstance(tokens, _Dim) and name == tokens.name
-            keys.append(place if name == batch and name is not None else slice(len(row.ids)) if own else slice(None))
-        return array[tuple(keys)].tolist()
+    def _own(self, tensor: _Tensor, array: np.ndarray, row: _Row, place: int) -> np.ndarray:
+        """One text's part of an output, padding left out."""
+        batch, tokens = (_size_key(dim) for dim in self._ids.dims)
+        keys: dict[int | str, int | slice] = {tokens: slice(len(row.ids)), batch: place}
+        return np.asarray(array[tuple(keys.get(_size_key(dim), slice(None)) for dim in tensor.dims)])
+
+
+def _batch_name(model: Model) -> int | str | None:
+    """The first dim of the first input."""
+    dims = model.inputs[0].dims if model.inputs else ()
+    return _size_key(dims[0]) if dims else None
+
+
+def _in_order(rows: Sequence[_Row], found: Iterator[dict[int, Result]]) -> Iterator[Result]:
+    """Results in the order of `rows`, from those of batches in any order."""
+    ready: dict[int, Result] = {}
+    for row in rows:
+        while row.index not in ready:
+            ready |= next(found)
+        yield ready.pop(row.index)
 
 
 def _batches(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
@@ -840,7 +882,7 @@ def _read_samples(path: Path) -> list[dict[str, dict[str, np.ndarray]]]:
                 kind, _, name = rest.partition("/")
                 if kind in ("input", "output"):
                     cases.setdefault(case, {"input": {}, "output": {}})[kind][name] = archive[key]
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ArtifactError(f"{path}: can't be read: {_first_line(error)}") from error
     return [cases[case] for case in sorted(cases)]
 
@@ -887,7 +929,8 @@ def bench(
     bound = _token_bound(model)
     dropped = [count for count in tokens if bound is not None and count > bound]
     if dropped:
-        _notice(f"bench: {', '.join(map(str, dropped))} tokens are over the bound of {bound}; left out")
+        over = ", ".join(map(str, dropped))
+        _Notices().say("bound", f"bench: {over} tokens are over the bound of {bound}; left out")
     rows = [
         _time_row(model, batch, count, seconds) | {"load_ms": load_ms}
         for count in tokens
@@ -899,7 +942,7 @@ def bench(
 
 
 def _token_bound(model: Model) -> int | None:
-    bounds = [dim.bound for tensor in model._inputs for dim in tensor.dims[1:] if isinstance(dim, _Dim)]
+    bounds = [dim.bound for tensor in model.inputs for dim in tensor.dims[1:] if isinstance(dim, _Dim)]
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
@@ -938,9 +981,9 @@ def _random_feeds(model: Model, batch: int, tokens: int) -> dict[str, np.ndarray
     """Seeded values in the declared ranges, masks full; the first named dim is the batch, the others are tokens."""
     random = np.random.default_rng(0)
     feeds = {}
-    for tensor in model._inputs:
+    for tensor in model.inputs:
         named = [dim for dim in tensor.dims if isinstance(dim, _Dim)]
-        sizes = {dim.name: batch if dim.name == model._batch_name() else tokens for dim in named}
+        sizes = {dim.name: batch if dim.name == _batch_name(model) else tokens for dim in named}
         shape = [dim if isinstance(dim, int) else sizes[dim.name] for dim in tensor.dims]
         low, high = (tensor.low or 0, tensor.high if tensor.high is not None else 1)
         if tensor.name.endswith("mask"):

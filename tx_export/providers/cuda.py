@@ -10,9 +10,9 @@ __all__ = ["Cuda"]
 
 @dataclass(frozen=True)
 class Cuda:
-    """Fields are what a build may choose; `session` is what the manifest stores and the runtime reads."""
+    """Fields are what a build may choose; `session()` is what the manifest stores and the runtime reads."""
 
-    disabled_optimizers: tuple[str, ...] = ()  # here the fused SkipLayerNormalization is the faster form
+    disabled_optimizers: tuple[str, ...] = ()  # a GPU gains from every fusion
 
     onnxruntime_name: ClassVar[str] = "CUDAExecutionProvider"
     package: ClassVar[str] = "onnxruntime-gpu"
@@ -24,6 +24,7 @@ class Cuda:
             "provider_options": {},
             "config": {},
             "run_config": {},
+            "large_run_config": {"memory.enable_memory_arena_shrinkage": "cpu:0;gpu:0"},
             "disabled_optimizers": list(self.disabled_optimizers),
             "graph_optimization": "all",
             "arena": True,
