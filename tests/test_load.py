@@ -109,12 +109,15 @@ def test_an_unknown_size_lists_the_known_ones() -> None:
         load(None, size="tiny")
 
 
-def test_a_weight_file_brings_its_fields_and_its_tokenizer(weight_file: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["mine.tokenizer.json", "tokenizer.json"])
+def test_a_weight_file_brings_its_fields_and_the_tokenizer_beside_it(tokenizer: str, weight_file: Path) -> None:
+    weight_file.with_name("mine.tokenizer.json").rename(weight_file.with_name(tokenizer))
     model = load(None, weights=str(weight_file))
     _assert_same_weights(model, load(None, settings=_TINY, weights="random:5"))
     assert model.weights.startswith("checkpoint ")
     assert model.text is not None
     assert (model.text.max_length, model.text.labels) == (32, ("negative", "positive"))
+    assert model.text.tokenizer == tiny_tokenizer()
 
 
 def test_shipped_weights_are_used_where_they_fit(

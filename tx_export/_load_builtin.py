@@ -76,10 +76,11 @@ def _choose(
     base = dict(spec_class.sizes[size])
     if isinstance(weights, Path):
         spec = spec_class(**(base | _stored_fields(weights, spec_class) | changed))
-        beside = weights.with_suffix(".tokenizer.json")
-        if beside.is_file():
-            check_tokenizer(read_utf8(beside), vocabulary(spec.inputs()), beside)
-            tokenizer = beside
+        for beside in (weights.with_suffix(".tokenizer.json"), weights.with_name("tokenizer.json")):
+            if beside.is_file():
+                check_tokenizer(read_utf8(beside), vocabulary(spec.inputs()), beside)
+                tokenizer = beside
+                break
         read = read_weights((weights,))
         return spec, _filled(spec, read), f"checkpoint {read.sha256}", tokenizer
     if weights is None and shipped.is_file():
