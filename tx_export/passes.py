@@ -6,7 +6,6 @@ Text form: `prune_heads{ratio=0.25} dynamic_int8{per_channel=true}`; a pass's fi
 from __future__ import annotations
 
 import abc
-import ast
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +47,7 @@ class Coverage:
 
 @dataclass
 class Outcome(ir.passes.PassResult):
-    """A PassResult that also counts. `subject` is what the manifest files the count under: fused, quantized or pruned."""
+    """A PassResult that also counts. `subject` is its place in the manifest: fused, quantized or pruned."""
 
     coverage: Coverage = Coverage(0, 0)
     subject: str = ""
@@ -92,10 +91,12 @@ class Pass:
             if option is None or not equals:
                 known = ", ".join(cls.options()) or "none"
                 raise PluginError(f"pass {cls.name()}: unknown option {item!r}; known: {known}")
+            if key in given:
+                raise PluginError(f"pass {cls.name()}: option {key} is given twice")
             given[key] = _parse_value(f"pass {cls.name()}: option {key}", option.type, value)
         try:
             return cls(**given)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a missing option, or one that the pass refuses
             raise PluginError(f"pass {cls.name()}: {error}") from error
 
     def __str__(self) -> str:
@@ -118,34 +119,40 @@ class ModulePass(Pass, abc.ABC):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order: module passes first."""
+    """Passes in order: module passes first. `typed` holds their names as they were typed, for a user's `file.py:Name`."""
 
     passes: tuple[Pass, ...]
+    typed: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str, find: Callable[[str], type[Pass]]) -> Self:
         """Read the text form; `find` gives the class for a name."""
-        found, position = [], 0
+        found, typed, position = [], [], 0
         while text[position:].strip():
             match = _ITEM.match(text, position)
             if match is None:
                 raise PluginError(f"passes: can't read {text[position:].strip()!r}; expected NAME{{KEY=VALUE, ...}}")
             found.append(find(match["name"]).parse(match["options"] or ""))
+            typed.append(match["name"])
             position = match.end()
-        return cls(tuple(found))
+        return cls(tuple(found), tuple(typed))
 
     def __str__(self) -> str:
-        return " ".join(str(item) for item in self.passes)
+        typed = self.typed or tuple(item.name() for item in self.passes)
+        return " ".join(
+            name + str(item).removeprefix(item.name()) for name, item in zip(typed, self.passes, strict=True)
+        )
 
     def run_graph(
         self, model: ir.Model, context: Context, asked: Iterable[str], after: Callable[[Pass, Outcome], None]
     ) -> None:
-        """Run the graph passes in place, calling `after` behind each; one in `asked` that changed nothing is an error."""
+        """Run the graph passes in place, calling `after` behind each; one in `asked` must change something."""
         for item in self.passes:
             if not isinstance(item, GraphPass):
                 continue
             outcome = dataclasses.replace(item, context=context)(model)
-            assert isinstance(outcome, Outcome)
+            if not isinstance(outcome, Outcome):
+                raise PassError(f"pass {item.name()} returned {type(outcome).__name__}, not an Outcome")
             if not outcome.modified and item.name() in asked:
                 reasons = "; ".join(f"{left.name}: {left.reason}" for left in outcome.coverage.left[:3])
                 raise PassError(f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else ""))
@@ -164,10 +171,12 @@ def _parse_value(what: str, annotation: Any, text: str) -> Any:
         return text.lower() == "true"
     if "str" in kind:
         return text
+    if "None" in kind and text == "None":
+        return None
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError) as error:
+        value = float(text) if "float" in kind else int(text)
+    except ValueError as error:
         raise PluginError(f"{what} is a {kind}, not {text!r}") from error
-    if isinstance(value, bool) or ("float" not in kind and not isinstance(value, int)):
-        raise PluginError(f"{what} is a {kind}, not {text!r}")
-    return value
+    if abs(value) < float("inf"):
+        return value
+    raise PluginError(f"{what} is {text!r}, which is not finite")

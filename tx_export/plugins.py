@@ -58,7 +58,7 @@ def summary(kind: Kind, name: str) -> str:
 
 
 def import_object(reference: str) -> Any:
-    """The object that `path/to/file.py:NAME` or `package.module:NAME` names; foreign code's errors become PluginError."""
+    """The object that `path/to/file.py:NAME` or `package.module:NAME` names; its errors become PluginError."""
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
         raise PluginError(f"{reference!r}: expected path/to/file.py:NAME or package.module:NAME")
@@ -85,16 +85,29 @@ def _import_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
+    known = _is_known(path.stem)
     with _on_path(path.resolve().parent), _foreign(str(path)):
         # Pickling and dataclasses look a module up by name while its body runs.
         previous = sys.modules.get(path.stem)
         sys.modules[path.stem] = module
+        loaded = False
         try:
             spec.loader.exec_module(module)
+            loaded = True
         finally:
             if previous is not None:
                 sys.modules[path.stem] = previous
+            elif known or not loaded:
+                sys.modules.pop(path.stem, None)
     return module
+
+
+def _is_known(name: str) -> bool:
+    """Whether an import of this name finds something without the user's folder, say an installed package."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return name in sys.modules
 
 
 def _import_module(name: str) -> ModuleType:
@@ -104,11 +117,33 @@ def _import_module(name: str) -> ModuleType:
 
 @contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
+    """This folder comes first while its code loads, and its modules before same-named ones of another user's folder."""
+    before = list(sys.path)
+    hidden = {name: sys.modules.pop(name) for name in _strangers(folder)}
     sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = before
+        for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _strangers(folder: Path) -> list[str]:
+    """Modules named like something in this folder that came from a folder that is no longer on sys.path."""
+    own = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    own -= {"tx_export", "__main__", *sys.stdlib_module_names}
+    reachable = {None, folder, *(Path(entry).resolve() for entry in sys.path)}
+    foreign = {name for name in own & set(sys.modules) if _home(sys.modules[name]) not in reachable}
+    return [name for name in sys.modules if name.partition(".")[0] in foreign]
+
+
+def _home(module: ModuleType) -> Path | None:
+    """The folder in which a top-level module, or package, lies."""
+    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return Path(places[0]).resolve().parent if places[0] else None
 
 
 @contextmanager

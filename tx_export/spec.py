@@ -20,7 +20,7 @@ __all__ = ["BuiltInSpec", "CheckpointSpec", "Dim", "EagerModel", "ModelSpec", "T
 Scores = Literal["softmax", "sigmoid"]
 
 _TENSOR = re.compile(
-    r"(?P<name>[A-Za-z_][\w.]*):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^.}]+(?:\.\d+)?)\.\.(?P<high>[^}]+)\})?"
+    r"(?P<name>[A-Za-z_][\w.]*):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^}]+?)\.\.(?P<high>[^}]+)\})?"
 )
 _DIM = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:<=(?P<bound>\d+))?")
 
@@ -54,20 +54,26 @@ class TensorSpec:
         """Read the text form; LoadError says what is wrong with it."""
         found = _TENSOR.fullmatch(text.strip())
         if found is None:
-            raise LoadError(f"input {text!r}: expected NAME:DTYPE[DIM,...]{{LO..HI}}, say input_ids:int64[batch,tokens<=512]")
+            raise LoadError(
+                f"input {text!r}: expected NAME:DTYPE[DIM,...]{{LO..HI}}, say input_ids:int64[batch,tokens<=512]"
+            )
         try:
-            dtype = np.dtype(found["dtype"]).name
-        except TypeError as error:
+            dtype = np.dtype(found["dtype"])
+        except (TypeError, ValueError) as error:
             raise LoadError(f"input {found['name']!r}: {found['dtype']!r} is not a NumPy dtype") from error
-        dims = tuple(_parse_dim(found["name"], dim) for dim in found["dims"].split(",")) if found["dims"].strip() else ()
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise LoadError(f"input {found['name']!r}: {found['dtype']!r} is not a dtype of numbers of at most 64 bits")
+        dims = (
+            tuple(_parse_dim(found["name"], dim) for dim in found["dims"].split(",")) if found["dims"].strip() else ()
+        )
         low, high = _parse_bound(found["name"], found["low"]), _parse_bound(found["name"], found["high"])
         if low is not None and high is not None and low > high:
             raise LoadError(f"input {found['name']!r}: the range {low}..{high} is empty")
-        return cls(found["name"], dtype, dims, low, high)
+        return cls(found["name"], dtype.name, dims, low, high)
 
     def __str__(self) -> str:
         dims = ",".join(str(dim) for dim in self.dims)
-        values = "" if self.low is None or self.high is None else f"{{{self.low:g}..{self.high:g}}}"
+        values = "" if self.low is None or self.high is None else f"{{{self.low}..{self.high}}}"
         return f"{self.name}:{self.dtype}[{dims}]{values}"
 
     @property
@@ -81,21 +87,28 @@ class TensorSpec:
 
 def _parse_dim(tensor: str, text: str) -> int | Dim:
     text = text.strip()
-    if text.isdecimal():
-        return int(text)
     found = _DIM.fullmatch(text)
-    if found is None:
+    if found is None and not text.isdecimal():
         raise LoadError(f"input {tensor!r}: dim {text!r} is neither a number, a name nor name<=bound")
-    return Dim(found["name"], int(found["bound"]) if found["bound"] else None)
+    size = int(text) if found is None else int(found["bound"]) if found["bound"] else None
+    if size == 0:
+        raise LoadError(f"input {tensor!r}: dim {text!r} is empty; it must be at least 1")
+    if found is not None:
+        return Dim(found["name"], size)
+    assert size is not None
+    return size
 
 
 def _parse_bound(tensor: str, text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        return float(text) if "." in text or "e" in text.lower() else int(text)
+        value = float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError as error:
         raise LoadError(f"input {tensor!r}: {text!r} in its range is not a number") from error
+    if abs(value) == float("inf"):
+        raise LoadError(f"input {tensor!r}: {text!r} in its range is not finite")
+    return value
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class PreNormLayer(nn.Module):
     def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, mask))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out
 
 
 class Encoder(nn.Module):
