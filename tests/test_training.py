@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from tx_export._training_loop import fit
 from tx_export._training_steps import evaluate, gradients, recomputing, smoothed_loss, warmup_rate
 from tx_export._training_text import Rows, encode, epoch_batches, read_examples, read_tokenizer, train_tokenizer
 from tx_export.errors import TxExportError
@@ -124,6 +125,30 @@ def test_recomputing_runs_each_layer_again_in_the_backward_pass() -> None:
     assert len(runs) == 2
     out.sum().backward()
     assert len(runs) == 4
+
+
+def test_bfloat16_gives_gradients_near_those_of_float32_and_keeps_weights_and_gradients_in_float32() -> None:
+    module, options = _module(dropout=0.0), LoopOptions(batch_size=16)
+    exact = _gradients(module, options)
+    rough = _gradients(module, dataclasses.replace(options, precision="bfloat16"))
+    assert rough.dtype == torch.float32
+    # bfloat16 rounds by 2^-9 at each of about 20 products and sums on the way through two layers and back.
+    assert 0 < (rough - exact).norm() <= 20 * 2**-9 * exact.norm()
+
+
+def test_a_step_clips_the_gradient_and_moves_the_weights_by_the_rate(tmp_path: Path) -> None:
+    module = _module(dropout=0.0)
+    before = torch.cat([weight.detach().flatten().clone() for weight in module.parameters()])
+    options, rows = LoopOptions(batch_size=16, epochs=1, warmup=10, clip=0.01), _rows(16)
+    fit(module, 16, (rows, rows), options, (tmp_path / "checkpoint.pt", "any"), _ignore)
+    after = torch.cat([weight.detach().flatten() for weight in module.parameters()])
+    gradient = torch.cat([weight.grad.flatten() for weight in module.parameters() if weight.grad is not None])
+    # torch divides by the norm plus 1e-6, and sums about 10,000 squares.
+    assert gradient.norm() == pytest.approx(0.01, rel=1e-4)
+    # Adam's first step is rate * g / (|g| + 1e-9), then rounded to the weight's precision.
+    rate = warmup_rate(1, 16, 10)
+    slack = rate * 1e-9 / gradient.abs().max() + _EPS * before.abs().max()
+    assert abs((after - before).abs().max() - rate) <= slack + 4 * _EPS * rate
 
 
 def test_each_epoch_holds_every_row_once_in_another_order_and_pads_little() -> None:
