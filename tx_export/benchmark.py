@@ -7,22 +7,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tx_export import plugins
+from tx_export._bench_report import chart, remarks, table
 from tx_export.runtime import UsageError, available_threads, cpu_name, read_manifest
 from tx_export.spec import Dim, TensorSpec
 from tx_export.timing import Contender, Plan, Shape, Timing, compare, measure
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["bench", "chart", "remarks", "table"]
 
 _AGAINST = ("eager", "compile", "fp32")
 _SEED = 0
-_WIDE_SPREAD = 0.2  # between rounds; on an idle machine they lie within a few percent
 
 
 def bench(
@@ -38,9 +36,8 @@ def bench(
 ) -> dict[str, Any]:
     """The rows that `bench --json` prints, by shape and then by contender, the artifact last.
 
-    All contenders get the same threads and the same full random batches; sizes over a bound are dropped, with a line
-    to `progress`. Raises UsageError for an unknown contender or when no size is left, and TxExportError for a
-    contender that fails.
+    All contenders get the same threads and full random batches; `progress` is told which sizes are over a bound.
+    Raises UsageError for an unknown contender or when no size is left, and TxExportError for a contender that fails.
     """
     if unknown := [name for name in against if name not in _AGAINST]:
         raise UsageError(f"bench: unknown contender {unknown[0]!r}; known: {', '.join(_AGAINST)}")
@@ -49,96 +46,21 @@ def bench(
     shapes = list(_within_bounds(inputs, batch, tokens, progress))
     if not shapes:
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
+    if against:
+        _check_source(manifest, source)
     threads = available_threads() if threads is None else threads
+    name = manifest["name"] if manifest["name"] not in _AGAINST else "artifact"
     with tempfile.TemporaryDirectory(prefix="tx-export-bench-") as scratch:
         _write_feeds(Path(scratch), inputs, shapes)
-        load = {
-            "artifact": str(artifact.resolve()),
-            "source": source,
-            "provider": next(iter(manifest["session"])),
-            "threads": threads,
-            "feeds": scratch,
-        }
-        contenders = [_contender(name, load) for name in dict.fromkeys(against) if name != "fp32"]
+        load = {"artifact": str(artifact.resolve()), "source": source, "threads": threads, "feeds": scratch}
+        load |= {"provider": next(iter(manifest["session"]))}
+        contenders = [_contender(each, load) for each in dict.fromkeys(against) if each != "fp32"]
         if "fp32" in against:
             folder = _build_fp32(manifest, source, Path(scratch) / "fp32", progress)
             contenders.append(_artifact_contender("fp32", load | {"artifact": str(folder)}))
-        name = manifest["name"] if manifest["name"] not in _AGAINST else "artifact"
         contenders.append(_artifact_contender(name, load))
         timings = measure(contenders, shapes, progress, plan)
-    return {
-        "artifact": name,
-        "pipeline": manifest.get("pipeline", ""),
-        "rows": _rows(timings, shapes, name),
-        "threads": threads,
-        "cpu": cpu_name(),
-        "onnxruntime": version("onnxruntime"),
-        "torch": version("torch"),
-    }
-
-
-def remarks(report: Mapping[str, Any]) -> list[str]:
-    """Plain lines: who is faster or slower by how much, what is within noise, and which rows are too noisy to trust."""
-    lines = []
-    for row in report["rows"]:
-        against = row["against_artifact"]
-        shape = Shape(row["batch"], row["tokens"])
-        if against is not None:
-            lines.append(_comparison(report["artifact"], row["contender"], shape, **against))
-        if row["spread"] > _WIDE_SPREAD:
-            lines.append(
-                f"{row['contender']} {shape}: rounds differ by {row['spread']:.0%}; the machine was not quiet enough"
-            )
-    return lines
-
-
-def table(report: Mapping[str, Any]) -> Table:
-    """A table for the terminal, with the remarks below it."""
-    from rich.table import Table
-
-    title = (
-        f"{report['cpu']}, {report['threads']} threads, onnxruntime {report['onnxruntime']}, torch {report['torch']}"
-    )
-    shown = Table(title=title, caption="\n".join(remarks(report)), caption_justify="left")
-    columns = (
-        "contender",
-        "provider",
-        "batch",
-        "tokens",
-        "p50 ms",
-        "p95 ms",
-        "first ms",
-        "tokens/s",
-        "peak MB",
-        "load ms",
-    )
-    for column in columns:
-        shown.add_column(column, justify="left" if column in ("contender", "provider") else "right", no_wrap=True)
-    previous = None
-    for row in report["rows"]:
-        if previous not in (None, (row["batch"], row["tokens"])):
-            shown.add_section()
-        previous = (row["batch"], row["tokens"])
-        milliseconds = [f"{row[key]:.2f}" for key in ("p50_ms", "p95_ms", "first_ms")]
-        whole = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "peak_rss_mb", "load_ms")]
-        shown.add_row(row["contender"], row["provider"], str(row["batch"]), str(row["tokens"]), *milliseconds, *whole)
-    return shown
-
-
-def chart(report: Mapping[str, Any], path: Path) -> None:
-    """Draw the medians as grouped bars into a PNG; TxExportError names the extra when matplotlib is absent."""
-    from tx_export._bench_chart import draw
-
-    draw(report, path)
-
-
-def _comparison(artifact: str, contender: str, shape: Shape, ratio: float, verdict: str) -> str:
-    """`ratio` is the contender's time by the artifact's, and `verdict` is said of the contender."""
-    if verdict == "within noise":
-        return f"{shape}: {artifact} and {contender} are within noise"
-    if verdict == "slower":
-        return f"{shape}: {artifact} is {ratio:.2f} times as fast as {contender}"
-    return f"{shape}: {artifact} is {1 / ratio - 1:.0%} slower than {contender} here"
+    return _report(manifest, name, threads, _rows(timings, shapes, name))
 
 
 def _tensor(item: Mapping[str, Any]) -> TensorSpec:
@@ -184,6 +106,13 @@ def _values(tensor: TensorSpec, shape: tuple[int, ...], random: np.random.Genera
     return random.integers(int(low), int(high), shape, endpoint=True).astype(tensor.dtype)
 
 
+def _check_source(manifest: Mapping[str, Any], source: str | None) -> None:
+    """Fail now, with the source's own error, rather than in a worker."""
+    from tx_export.compiler import source_of
+
+    source_of(manifest, source)
+
+
 def _contender(name: str, load: Mapping[str, Any]) -> Contender:
     # One compiling thread: a pool of compilers would go on using the machine beside the others.
     environment = {"OMP_NUM_THREADS": str(load["threads"]), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -195,28 +124,37 @@ def _artifact_contender(name: str, load: Mapping[str, Any]) -> Contender:
 
 
 def _build_fp32(manifest: Mapping[str, Any], source: str | None, output: Path, progress: Callable[[str], None]) -> Path:
-    """The same model without quantization or pruning, by our own build."""
+    """The same model without quantization or pruning, by our own build; the source is found as `source_of` finds it."""
     from tx_export.compiler import BuildOptions, build
 
     progress("building fp32")
-    source = manifest["source"] if source is None else source
-    text, weights = manifest.get("text"), manifest["weights"]
-    options = {
-        "source": source,
-        "weights": f"random:{weights.split()[-1]}" if weights.startswith("random") else None,
-        "max_length": text["max_length"] if text else None,
-        "quantize": "none",
-        "provider": next(iter(manifest["session"])),
-        "output": output,
-        "force": True,
+    file = source if source is not None and source.endswith(".safetensors") else None
+    built_in = manifest["source"] in plugins.names("model")
+    config = manifest["config"].items() if built_in else ()
+    options = BuildOptions(
+        source=manifest["source"] if source is None or file is not None else source,
+        settings={key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config},
+        weights=manifest["weights"].replace("random seed ", "random:") if "random" in manifest["weights"] else file,
+        task=None if built_in else manifest["task"],
+        inputs=tuple(manifest.get("input_specs", ())),
+        max_length=(manifest.get("text") or {}).get("max_length"),
+        quantize="none",
+        provider=next(iter(manifest["session"])),
+        output=output,
+    )
+    return build(options, lambda line: None)
+
+
+def _report(manifest: Mapping[str, Any], name: str, threads: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "artifact": name,
+        "pipeline": manifest.get("pipeline", ""),
+        "rows": rows,
+        "threads": threads,
+        "cpu": cpu_name(),
+        "onnxruntime": version("onnxruntime"),
+        "torch": version("torch"),
     }
-    if ":" in source:
-        options |= {"task": manifest["task"], "inputs": tuple(str(_tensor(item)) for item in manifest["inputs"])}
-    elif Path(source).is_dir():
-        options |= {"task": manifest["task"]}
-    else:
-        options |= {"settings": {key: str(value) for key, value in manifest["config"].items()}}
-    return build(BuildOptions(**options), progress)
 
 
 def _rows(timings: Sequence[Timing], shapes: Sequence[Shape], artifact: str) -> list[dict[str, Any]]:
