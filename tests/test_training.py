@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer, models
 from torch import nn
 
 from tx_export._training_loop import fit
@@ -318,6 +319,25 @@ def test_a_checkpoint_of_other_options_or_a_damaged_one_is_refused(tmp_path: Pat
     (tmp_path / "out" / "checkpoint.pt").write_bytes(b"half a file")
     with pytest.raises(TxExportError, match="a damaged checkpoint"):
         train(_options(tmp_path), _ignore)
+
+
+def test_a_loss_that_is_not_finite_ends_training(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"head.bias": torch.tensor([math.inf, 0.0])}, tmp_path / "start.safetensors")
+    with pytest.raises(TxExportError, match="step 1: the loss is nan; choose a smaller rate factor"):
+        train(dataclasses.replace(_options(tmp_path), initial=tmp_path / "start.safetensors"), _ignore)
+
+
+def test_word_dropout_needs_the_special_tokens_in_their_place(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"good": 0, "bad": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TxExportError, match=r"tokenizer\.json: word dropout needs \[PAD\], \[UNK\]"):
+        train(dataclasses.replace(_options(tmp_path), tokenizer=tmp_path / "tokenizer.json"), _ignore)
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TxExportError, match="file/out: cannot be written: Not a directory"):
+        train(dataclasses.replace(_options(tmp_path), output=tmp_path / "file" / "out"), _ignore)
 
 
 @pytest.mark.parametrize(

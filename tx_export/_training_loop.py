@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from tx_export._training_steps import LoopOptions, Metrics, evaluate, gradients, warmup_rate
 from tx_export._training_text import Rows, epoch_batches
-from tx_export.errors import LoadError
+from tx_export.errors import LoadError, TxExportError
 
 __all__ = ["Fitted", "Progress", "TrainRecord", "fit"]
 
@@ -122,6 +123,10 @@ def _update(state: _State, rows: Rows, chosen: list[int], rate: float, options: 
         group["lr"] = rate
     state.optimizer.zero_grad(set_to_none=True)
     loss = gradients(state.module, rows, chosen, options)
+    if not math.isfinite(loss):
+        raise TxExportError(
+            f"step {state.step + 1}: the loss is {loss}; choose a smaller rate factor or a longer warm-up"
+        )
     nn.utils.clip_grad_norm_(state.module.parameters(), options.clip, error_if_nonfinite=False)
     state.optimizer.step()
     state.step += 1

@@ -170,8 +170,11 @@ def encode(tokenizer: Tokenizer, examples: Sequence[Example], labels: tuple[str,
     unknown = sorted({example.label for example in examples} - set(labels))
     if unknown:
         raise LoadError(f"held-out label {unknown[0]!r} is not in the training data; it has {', '.join(labels)}")
-    tokenizer.enable_truncation(max_length)
-    encodings = tokenizer.encode_batch([example.text for example in examples])
+    try:
+        tokenizer.enable_truncation(max_length)
+        encodings = tokenizer.encode_batch([example.text for example in examples])
+    except Exception as error:
+        raise LoadError(f"the tokenizer can't cut texts to {max_length} tokens: {error}") from error
     tokenizer.no_truncation()
     return Rows(
         [list(encoding.ids) for encoding in encodings],
@@ -198,6 +201,8 @@ def collate(rows: Rows, chosen: Sequence[int], size: int) -> Iterator[Batch]:
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
         width = max(len(rows.ids[i]) for i in part)
-        input_ids = torch.tensor([rows.ids[i] + [0] * (width - len(rows.ids[i])) for i in part])
-        mask = torch.tensor([[1] * len(rows.ids[i]) + [0] * (width - len(rows.ids[i])) for i in part])
+        input_ids = torch.tensor([rows.ids[i] + [0] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64)
+        mask = torch.tensor(
+            [[1] * len(rows.ids[i]) + [0] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64
+        )
         yield Batch(input_ids, mask, rows.targets[part], rows.confidence[part])

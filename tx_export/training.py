@@ -21,6 +21,7 @@ from torch import nn
 from tx_export._training_loop import Fitted, Progress, TrainRecord, fit
 from tx_export._training_steps import LoopOptions
 from tx_export._training_text import (
+    SPECIAL_TOKENS,
     Example,
     encode,
     labels_of,
@@ -122,7 +123,10 @@ def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple
         tokenizer = read_tokenizer(options.tokenizer)
     else:
         tokenizer = train_tokenizer([example.text for example in examples], fields["vocab_size"])
-    return _replaced(options.spec, {"labels": labels, "vocab_size": tokenizer.get_vocab_size()}), tokenizer
+    if options.loop.word_dropout > 0 and [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [0, 1, 2, 3]:
+        raise LoadError(f"{options.tokenizer}: word dropout needs {', '.join(SPECIAL_TOKENS)} as ids 0 to 3")
+    vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    return _replaced(options.spec, {"labels": labels, "vocab_size": vocab_size}), tokenizer
 
 
 def _module(spec: BuiltInSpec, options: TrainOptions) -> nn.Module:
@@ -143,10 +147,13 @@ def _module(spec: BuiltInSpec, options: TrainOptions) -> nn.Module:
 
 
 def _make_folder(folder: Path) -> None:
+    probe = folder / "checkpoint.pt.tmp"  # better to fail now than at the first checkpoint
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
     except OSError as error:
-        raise LoadError(f"{folder}: cannot be made: {error.strerror or error}") from error
+        raise LoadError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _record(options: TrainOptions, spec: BuiltInSpec) -> dict[str, Any]:
