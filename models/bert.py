@@ -18,6 +18,7 @@ from tx_export.models._heads import HiddenHead, Pooling, SentenceHead, TextHead,
 from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.models.parts.layers import FeedForward, PostNormLayer
 from tx_export.models.parts.masks import key_mask
+from tx_export.models.parts.positions import counted_positions
 from tx_export.spec import CheckpointSpec, Dim, TensorSpec
 
 __all__ = ["Bert"]
@@ -192,8 +193,7 @@ class _Encoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Ids, mask and token types [B, T] -> hidden states [B, T, hidden_size]."""
         types = self.token_types.weight[0] if token_type_ids is None else self.token_types(token_type_ids)
-        positions = self.positions.weight[: input_ids.shape[1]]  # [T, hidden_size]
-        x = self.dropout(self.norm(self.words(input_ids) + types + positions))
+        x = self.dropout(self.norm(self.words(input_ids) + types + self.positions(counted_positions(input_ids))))
         mask = key_mask(attention_mask, x.dtype)
         for layer in self.layers:
             x = layer(x, mask)

@@ -1,6 +1,6 @@
 """8-bit integer products: weights quantized per output channel once, activations per tensor at each run.
 
-w = scale_w q_w with q_w = round(w / scale_w) in [-127, 127]; x by DynamicQuantizeLinear (ONNX); the integer product is exact.
+w = scale_w q_w with q_w = round(w / scale_w) in [-127, 127]; x by DynamicQuantizeLinear (ONNX); the product is exact.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
+from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["DynamicInt8"]
 
-_PRODUCTS = ("MatMul", "Gemm", "Attention")
+_PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
+_KEPT_ATTRIBUTES = {"num_heads", "unidirectional", "mask_filter_value"}  # those that QAttention has too
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class DynamicInt8(GraphPass):
         left: list[Left] = []
         done = 0
         rewrite = _Rewrite(model.graph, self)
-        products = [node for node in model.graph if node.op_type in _PRODUCTS]
+        products = [node for node in model.graph if (node.domain, node.op_type) in _PRODUCTS]
         tables = [node for node in model.graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None]
         for node in products:
             reason = rewrite.attention(node) if node.op_type == "Attention" else rewrite.product(node)
@@ -59,41 +61,47 @@ class _Rewrite:
         self.graph, self.options = graph, options
         self.activations: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
 
     def product(self, node: ir.Node) -> str | None:
         linear = linear_at(node)
         if isinstance(linear, str):
             return linear
+        if linear.weight.dtype != np.float32:
+            return f"its weight is {linear.weight.dtype}, not float32"
         weight, scale = self.weight(linear)
         x, x_scale, x_zero = self.activation(node, linear.x)
         bias = None
         if linear.bias is not None:
             bias = add_initializer(self.graph, _named(linear.weight_value, "bias"), linear.bias.astype(np.float32))
-        (out,) = add_node(
-            node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, None, bias]
-        )
+        (out,) = add_node(node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, None, bias])
         replace(linear.output, out)
         return None
 
     def attention(self, node: ir.Node) -> str | None:
-        x, weight_value, bias_value, mask = (*node.inputs, None)[:4]
+        x, weight_value, bias_value, mask = (*node.inputs, None, None)[:4]
         weight, bias = array_of(weight_value), array_of(bias_value)
         if x is None or weight is None or weight_value is None or bias is None:
             return "its weights are computed"
         if "qkv_hidden_sizes" in node.attributes:
             return "query, key and value are narrower or wider than the input"
-        quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
-        name = weight_value.name or "qkv"
+        if any(value is not None for value in node.inputs[4:]) or len(node.outputs) > 1:
+            return "it has a past or an attention bias"
+        if unknown := sorted(set(node.attributes) - _KEPT_ATTRIBUTES):
+            return f"the quantized operator has no {', '.join(unknown)}"
+        if weight.dtype != np.float32:
+            return f"its weight is {weight.dtype}, not float32"
+        quantized, scale = self.stored((weight_value, False), weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
         inputs = [
             x_int8,
-            add_initializer(self.graph, f"{name}.int8", quantized),
+            quantized,
             bias_value,
             x_scale,
-            add_initializer(self.graph, f"{name}.scale", scale),
+            scale,
             mask,
             x_zero,
-            add_initializer(self.graph, f"{name}.zero", np.zeros(scale.shape, np.int8)),
+            add_initializer(self.graph, f"{weight_value.name}.zero", np.zeros_like(array_of(scale), dtype=np.int8)),
         ]
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
         replace(node.outputs[0], out)
@@ -126,22 +134,29 @@ class _Rewrite:
 
     def weight(self, linear: Linear) -> tuple[ir.Value, ir.Value]:
         """int8 [K, N] and its scales; a tied table is stored once, by rows, and turned when the session loads."""
-        if linear.turned and linear.node.op_type == "MatMul":
+        if linear.turned and len(linear.weight_value.uses()) > 1:
             rows, scales = self.rows(linear.weight_value, linear.weight.T)
             (columns,) = add_node(linear.node, "Transpose", [rows], {"perm": ir.AttrInt64s("perm", [1, 0])})
-            (flat,) = add_node(linear.node, "Flatten", [scales], {"axis": ir.AttrInt64("axis", 0)})
-            (scale,) = add_node(linear.node, "Squeeze", [flat, self._axis()])
+            (scale,) = add_node(linear.node, "Squeeze", [scales, self._axis()])
             return columns, scale
-        quantized, scale_array = (_per_column if self.options.per_channel else _per_tensor)(linear.weight)
-        name = (linear.weight_value.name or "weight").removesuffix(".T")
-        return (
-            add_initializer(self.graph, f"{name}.int8", quantized),
-            add_initializer(self.graph, f"{name}.scale", scale_array),
-        )
+        return self.stored((linear.weight_value, linear.turned), linear.weight)
+
+    def stored(self, key: tuple[ir.Value, bool], weight: np.ndarray) -> tuple[ir.Value, ir.Value]:
+        """int8 [K, N] and scales of a weight, or of its transpose, made once however many products read it."""
+        if key not in self.weights:
+            _check_finite(key[0], weight)
+            quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
+            name = (key[0].name or "weight").removesuffix(".T")
+            self.weights[key] = (
+                add_initializer(self.graph, f"{name}.int8", quantized),
+                add_initializer(self.graph, f"{name}.scale", scale),
+            )
+        return self.weights[key]
 
     def rows(self, table: ir.Value, array: np.ndarray) -> tuple[ir.Value, ir.Value]:
         """int8 [rows, D] and scales [rows, 1] of a table, made once however many nodes read it."""
         if table not in self.tables:
+            _check_finite(table, array)
             columns, scale = _per_column(array.T)
             self.tables[table] = (
                 add_initializer(self.graph, f"{table.name}.int8", columns.T),
@@ -150,7 +165,7 @@ class _Rewrite:
         return self.tables[table]
 
     def _axis(self) -> ir.Value:
-        return self.graph.initializers.get("squeeze.axis") or add_initializer(self.graph, "squeeze.axis", np.array([0]))
+        return self.graph.initializers.get("squeeze.axis") or add_initializer(self.graph, "squeeze.axis", np.array([1]))
 
 
 def _named(weight: ir.Value, what: str) -> str:
@@ -158,18 +173,23 @@ def _named(weight: ir.Value, what: str) -> str:
     return f"{name.removesuffix('.weight')}.{what}" if name.endswith(".weight") else f"{name}.{what}"
 
 
+def _check_finite(value: ir.Value, array: np.ndarray) -> None:
+    if bad := int(array.size - np.isfinite(array).sum()):
+        raise PassError(f"{value.name}: {bad} of {array.size} weights are NaN or infinite; they have no 8-bit form")
+
+
 def _per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 [K, N] and float32 scales [N]; a column of zeros gets scale 1."""
-    largest = np.abs(weight).max(axis=0)
-    scale = np.where(largest > 0, largest / 127, 1).astype(np.float32)
+    """int8 [K, N] and float32 scales [N]; a column of zeros, or too near to it for a scale, gets scale 1."""
+    scale = (np.abs(weight).max(axis=0) / 127).astype(np.float32)
+    scale[scale == 0] = 1
     return _rounded(weight / scale), scale
 
 
 def _per_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    largest = np.abs(weight).max()
-    scale = np.array([largest / 127 if largest > 0 else 1], np.float32)
-    return _rounded(weight / scale), scale
+    quantized, scale = _per_column(weight.reshape(-1, 1))
+    return quantized.reshape(weight.shape), scale
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(values), -127, 127).astype(np.int8)
+    rounded: np.ndarray = np.clip(np.rint(values), -127, 127).astype(np.int8)
+    return rounded

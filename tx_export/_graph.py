@@ -12,14 +12,17 @@ __all__ = ["Linear", "add_initializer", "add_node", "array_of", "linear_at", "li
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
-    """The array of a constant, None for anything that is computed."""
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+    """The array of a constant, None for anything that is computed or fed."""
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    return value.const_value.numpy()
 
 
 def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     """A new constant; a taken name gets a number behind it."""
+    taken = {output.name for node in graph for output in node.outputs} | {value.name for value in graph.inputs}
     unique, number = name, 0
-    while unique in graph.initializers:
+    while unique in graph.initializers or unique in taken:
         number += 1
         unique = f"{name}.{number}"
     value = ir.Value(name=unique, const_value=ir.tensor(np.ascontiguousarray(array), name=unique))
@@ -53,8 +56,8 @@ def only_use(value: ir.Value) -> ir.Node | None:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Let everybody read `new` instead; it takes the type and shape, and the name where `old` is an output of the graph."""
-    new.dtype, new.shape = old.dtype, old.shape
+    """Let everybody read `new` instead; it takes type and shape, and the name where `old` is an output of the graph."""
+    new.type, new.shape = old.type, old.shape
     if old.is_graph_output():
         name, old.name = old.name, f"inner.{old.name}"
         new.name = name
@@ -76,16 +79,16 @@ class Linear:
 
 def linear_at(node: ir.Node) -> Linear | str:
     """The linear layer whose product this MatMul or Gemm is, or the reason why it is none."""
-    if node.op_type == "Gemm" and not node.domain:
+    if node.op_type == "Gemm":
         return _gemm(node)
     x, weight_value, turned = node.inputs[0], node.inputs[1], False
     assert x is not None and weight_value is not None
     producer = weight_value.producer()
     if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
-        weight_value, turned = producer.inputs[0], True
+        weight_value, turned = producer.inputs[0], list(producer.attributes.get_ints("perm", [1, 0])) == [1, 0]
     weight = array_of(weight_value)
-    if weight is None:
-        return "both operands are computed"
+    if weight is None or not (turned or weight_value is node.inputs[1]):
+        return "the weight is the left operand" if array_of(x) is not None else "both operands are computed"
     if weight.ndim != 2:
         return f"the weight has {weight.ndim} dimensions"
     weight = weight.T if turned else weight
@@ -124,9 +127,15 @@ def _gemm(node: ir.Node) -> Linear | str:
     bias_value = node.inputs[2] if len(node.inputs) > 2 else None
     bias = array_of(bias_value)
     attributes = node.attributes
-    if x is None or weight is None or weight_value is None or (bias_value is not None and bias is None):
-        return "both operands are computed"
-    if attributes.get_float("alpha", 1.0) != 1 or attributes.get_float("beta", 1.0) != 1 or attributes.get_int("transA", 0):
+    if x is None or weight is None or weight_value is None:
+        return "the weight is the left operand" if array_of(x) is not None else "both operands are computed"
+    if bias_value is not None and bias is None:
+        return "its bias is computed"
+    if (
+        attributes.get_float("alpha", 1.0) != 1
+        or attributes.get_float("beta", 1.0) != 1
+        or attributes.get_int("transA", 0) == 1
+    ):
         return "a Gemm with alpha, beta or transA"
     turned = attributes.get_int("transB", 0) == 1
     weight = weight.T if turned else weight

@@ -1,4 +1,4 @@
-"""What an artifact says of itself: manifest.json, samples.npz and REPORT.md. Values are read back from the graph file."""
+"""What an artifact says of itself: manifest.json, samples.npz and REPORT.md. Values are read back from the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import onnx_ir as ir
 from torch import nn
 
 import tx_export
-from tx_export import runtime
 from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
 from tx_export.models.parts.attention import MultiHeadAttention
@@ -148,7 +147,11 @@ def report(manifest: Mapping[str, Any]) -> str:
 
 
 def _error_table(verification: Mapping[str, Any]) -> list[str]:
-    rows = ["## Error behind each pass", "", "| pass | judged by | output | max abs | SQNR dB | least cosine | agreement |"]
+    rows = [
+        "## Error behind each pass",
+        "",
+        "| pass | judged by | output | max abs | SQNR dB | least cosine | agreement |",
+    ]
     rows.append("|---|---|---|---|---|---|---|")
     for record in verification["passes"]:
         for name, metrics in record["outputs"].items():

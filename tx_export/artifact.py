@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ def check_target(target: Path, force: bool) -> None:
 
     An existing artifact needs `force`; a folder that isn't one is never replaced.
     """
+    _sweep(target.resolve())  # a build that was killed may have left the old artifact under another name
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ArtifactError(f"{target} exists and is not a folder")
     if target.is_dir() and any(target.iterdir()):
@@ -57,8 +59,8 @@ def staged(target: Path) -> Iterator[Path]:
     target = target.resolve()
     _sweep(target)
     folder = target.with_name(f".{target.name}.{os.getpid()}.new")
-    folder.mkdir()
     try:
+        folder.mkdir()
         yield folder
         _replace(target, folder)
     except OSError as error:
@@ -74,16 +76,23 @@ def _replace(target: Path, folder: Path) -> None:
     ours = {*_listed(target), *_UNSEALED, *(path.name for path in folder.iterdir())} if any(target.iterdir()) else set()
     for path in target.iterdir():
         if path.name not in ours:
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, folder / path.name)
+            _copy(path, folder / path.name)
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     target.rename(old)
     folder.rename(target)
     shutil.rmtree(old)
 
 
+def _copy(source: Path, copy: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, copy, symlinks=True)
+    else:
+        shutil.copy2(source, copy, follow_symlinks=False)
+
+
 def _sweep(target: Path) -> None:
     """Remove what builds that were killed left behind; if one was killed while it replaced, bring the old one back."""
-    for left in target.parent.glob(f".{target.name}.*"):
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
         pid, _, kind = left.name.removeprefix(f".{target.name}.").partition(".")
         if not pid.isdecimal() or kind not in ("new", "old") or _is_alive(int(pid)):
             continue
@@ -117,7 +126,9 @@ def _listed(folder: Path) -> list[str]:
 
 def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) -> None:
     """Write a graph; weights that are too much for one file go into `<name>.data` beside it."""
-    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    weights = sum(
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+    )
     external = f"{path.name}.data" if weights > inline_bytes else None
     ir.save(model, path, external_data=external)
 

@@ -1,6 +1,6 @@
 """build: the whole pipeline on one page.
 
-    load -> export -> passes, each compared with eager -> artifact folder -> read back and self-tested
+load -> export -> passes, each compared with eager -> artifact folder -> read back and self-tested
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import onnx_ir as ir
 
 from tx_export import plugins, runtime
 from tx_export._manifest import describe, report, samples
+from tx_export._sources import source_of
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
 from tx_export.errors import BudgetError, LoadError, PluginError
 from tx_export.export import Target, export
 from tx_export.load import load
 from tx_export.metrics import Budget
-from tx_export.passes import Context, Coverage, GraphPass, Outcome, Pass, Pipeline
+from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
 from tx_export.spec import EagerModel
-from tx_export.verify import Comparison, Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
+from tx_export.verify import Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
 from tx_export.verify import compare as compare_steps
 
 __all__ = ["BuildOptions", "build", "compare", "source_of"]
@@ -31,7 +32,7 @@ Progress = Callable[[str], None]
 # The optimization passes for a provider, in order. Others that exist were slower where they were measured.
 _FUSED = {
     "cpu": "fold_constants fuse_gelu pack_qkv",
-    "cuda": "fold_constants fuse_gelu pack_qkv",
+    "cuda": "fold_constants fuse_gelu pack_qkv fuse_bias_gelu fuse_residual_norm",
 }
 _STANDARD = "fold_constants"
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
@@ -184,40 +185,16 @@ def _write(
     if model.text is not None:
         (folder / "tokenizer.json").write_text(model.text.tokenizer, encoding="utf-8")
     (folder / "run.py").write_bytes(Path(runtime.__file__).read_bytes())
-    limits = samples(model, folder / "samples.npz", open_graph(graph, provider.session()) if options.provider == "cpu" else None)
-    manifest = describe(folder / "model.onnx", model, provider, pipeline, judge.verification() | {"self_test": limits}, changed)
+    limits = samples(
+        model, folder / "samples.npz", open_graph(graph, provider.session()) if options.provider == "cpu" else None
+    )
+    manifest = describe(
+        folder / "model.onnx", model, provider, pipeline, judge.verification() | {"self_test": limits}, changed
+    )
     packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
     (folder / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     seal(folder, manifest)
     (folder / "REPORT.md").write_text(report(manifest), encoding="utf-8")
-
-
-def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
-    """The eager model that an artifact was made from; LoadError if it isn't there or has other weights."""
-    built_in = manifest["source"] in plugins.names("model")
-    weights = str(manifest["weights"])
-    chosen, file = source or str(manifest["source"]), None
-    if source is not None and source.endswith(".safetensors"):
-        chosen, file = str(manifest["source"]), source
-    elif weights.startswith("random seed"):
-        file = weights.replace("random seed ", "random:")
-    elif built_in and weights.startswith("checkpoint"):
-        raise LoadError(f"the artifact was made from {manifest['source']} with {weights}; --source FILE.safetensors names it")
-    model = load(
-        chosen,
-        settings=_as_settings(manifest["config"]) if built_in else {},
-        weights=file,
-        task=None if built_in else manifest["task"],
-        inputs=tuple(manifest.get("input_specs", ())),
-        max_length=(manifest["text"] or {}).get("max_length"),
-    )
-    if model.weights != weights:
-        raise LoadError(f"{chosen} has other weights than the artifact was made from: {model.weights}, not {weights}")
-    return model
-
-
-def _as_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    return {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config.items()}
 
 
 def compare(artifact: Path, source: str | None) -> dict[str, Any]:
@@ -239,7 +216,7 @@ def _budget_of(record: Mapping[str, Any]) -> Budget | None:
 def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None:
     """Make the graph again as the manifest says, and judge it behind each pass."""
     settings = plugins.find("provider", "cpu")().session()
-    ops = "fused" if manifest["fused"]["done"] else "standard"
+    ops: Literal["fused", "standard"] = "fused" if manifest["fused"]["done"] else "standard"
     judge = Judge(model)
     try:
         graph = export(model, Target.parse(manifest["min_onnxruntime"], ops))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import onnx_ir as ir
 import torch
@@ -101,10 +101,12 @@ def least_onnxruntime(model: ir.Model) -> str:
 
 
 def export(model: EagerModel, target: Target) -> ir.Model:
-    """The graph of the module, unoptimized: inputs and outputs named as in the spec, named dims dynamic up to their bounds."""
+    """The graph of the module, unoptimized: ends named as in the spec, named dims dynamic up to their bounds."""
     feeds = _example(model.inputs)
     dims = _dynamic_dims(model.inputs)
-    shapes = tuple({axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim)} for spec in model.inputs)
+    shapes = tuple(
+        {axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim)} for spec in model.inputs
+    )
     with _quiet(), _slow_path(), torch.no_grad(), emitting(target.ops):
         try:
             program = torch.onnx.export(
@@ -157,7 +159,7 @@ def _dynamic_dims(inputs: tuple[TensorSpec, ...]) -> dict[str, torch.export.Dim]
     return {name: torch.export.Dim(name, min=1, max=bound or (1 << 31) - 1) for name, bound in dims.items()}
 
 
-def _like_forward(model: EagerModel, shapes: tuple[dict[int, torch.export.Dim], ...]) -> object:
+def _like_forward(model: EagerModel, shapes: tuple[dict[int, torch.export.Dim], ...]) -> tuple[Any, ...]:
     """torch.export wants a variadic forward's shapes one level deeper."""
     import inspect
 

@@ -119,7 +119,7 @@ class ModulePass(Pass, abc.ABC):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order: module passes first. `typed` holds their names as they were typed, for a user's `file.py:Name`."""
+    """Passes in order: module passes first. `typed` holds the names as typed, for a user's `file.py:Name`."""
 
     passes: tuple[Pass, ...]
     typed: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Multi-head attention: softmax(q k^T / sqrt(head_dim)) v for each head (Vaswani et al. 2017, section 3.2).
 
-In eager the einops form runs; while exporting, one fused operator a layer is emitted instead. A query that may see no key
+In eager the einops form runs; while exporting, one fused operator a layer is emitted instead. A row without a real key
 attends to nothing: its context is zero, in both.
 """
 
@@ -21,12 +21,14 @@ from tx_export.models.parts.masks import KeyMask, visible
 __all__ = ["MultiHeadAttention", "Ops", "emitting"]
 
 Ops = Literal["fused", "attention", "plain"]
+# What a hidden score becomes: the lowest number of float16, so that it is finite in every precision.
+_HIDDEN = -65504.0
 _ops: ContextVar[Ops] = ContextVar("ops", default="plain")
 
 
 @contextmanager
 def emitting(ops: Ops) -> Iterator[None]:
-    """While exporting: `fused` com.microsoft::MultiHeadAttention, `attention` ai.onnx::Attention (opset 23), or `plain`."""
+    """While exporting: `fused` com.microsoft::MultiHeadAttention, `attention` Attention of opset 23, or `plain`."""
     token = _ops.set(ops)
     try:
         yield
@@ -51,8 +53,11 @@ class MultiHeadAttention(nn.Module):
         `causal` hides keys behind the query, counted from the front (T == S).
         """
         q, k, v = self.query(x), self.key(memory), self.value(memory)
-        if torch.onnx.is_in_onnx_export() and _ops.get() == "fused":
+        ops = _ops.get() if torch.onnx.is_in_onnx_export() else "plain"
+        if ops == "fused":
             context = self._fused(q, k, v, mask, causal)
+        elif ops == "attention":
+            context = self._standard(q, k, v, mask, causal)
         else:
             weights = nn.functional.dropout(self._weights(q, k, mask, causal), self.dropout, self.training)
             context = rearrange(weights @ self._heads(v), "b h t d -> b t (h d)")
@@ -69,18 +74,31 @@ class MultiHeadAttention(nn.Module):
     def _weights(self, q: Tensor, k: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         scores = self._heads(q) @ self._heads(k).transpose(-2, -1) / math.sqrt(self.head_dim)
         seen = visible(mask, q.shape[1], causal)  # [B, 1, T or 1, S]
-        # The lowest finite number keeps softmax finite in every precision; a row without keys is then set to zero.
-        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1)
+        # Without a visible key all scores are equal, and the even weights are then set to zero.
+        weights = scores.masked_fill(~seen, _HIDDEN).softmax(dim=-1)
         return weights * seen.any(dim=-1, keepdim=True)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         context = torch.onnx.ops.symbolic(
             "com.microsoft::MultiHeadAttention",
             (q, k, v, None, mask.keys),
-            {"num_heads": self.num_heads} | ({"unidirectional": 1} if causal else {}),
+            {"num_heads": self.num_heads, "unidirectional": int(causal)},
             dtype=q.dtype,
             shape=q.shape,
             version=1,
         )
         # The operator gives a row without real keys the mean of the padding.
+        return context * mask.row_is_real
+
+    def _standard(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
+        seen = visible(mask, q.shape[1], causal)
+        context, *_ = torch.onnx.ops.attention(
+            q,
+            k,
+            v,
+            # The CPU kernel of ONNX Runtime wants the query axis in full.
+            seen.expand(-1, -1, q.shape[1], -1),
+            q_num_heads=self.num_heads,
+            kv_num_heads=self.num_heads,
+        )
         return context * mask.row_is_real

@@ -1,4 +1,4 @@
-"""Encoder layers, post-norm and pre-norm, and the built-in encoder that is made of them (Vaswani et al. 2017, section 3)."""
+"""Encoder layers, post-norm and pre-norm, and the built-in encoder made of them (Vaswani et al. 2017, section 3)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
-"""Positions: the running count of real positions looks up a sinusoidal or a learned table, so left padding is harmless."""
+"""Positions: the running count of real positions looks up a fixed or a learned table; so left padding is harmless."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LearnedPositions", "SinusoidalPositions", "running_positions", "sinusoidal_table"]
+__all__ = ["LearnedPositions", "SinusoidalPositions", "counted_positions", "running_positions", "sinusoidal_table"]
+
+
+def counted_positions(input_ids: Tensor) -> Tensor:
+    """0, 1, 2, ... in every row, whatever the mask: ids [B, T] -> int64 [B, T]; a sum of ones reads no shape."""
+    return (input_ids >= 0).to(torch.int64).cumsum(dim=1) - 1
 
 
 def running_positions(attention_mask: Tensor) -> Tensor:
@@ -14,7 +19,7 @@ def running_positions(attention_mask: Tensor) -> Tensor:
 
 
 def sinusoidal_table(length: int, d_model: int) -> Tensor:
-    """sin on even and cos on odd channels of position / 10000^(2 (i // 2) / d_model) (Vaswani et al. 2017, section 3.5).
+    """sin on even and cos on odd channels of position / 10000^(2 (i // 2) / d_model) (Vaswani et al. 2017, 3.5).
 
     Returns [length, d_model]; an odd d_model has one cosine channel fewer.
     """

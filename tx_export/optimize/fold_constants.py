@@ -1,4 +1,4 @@
-"""Fold constants, drop what nothing reads, and turn the weights of linear layers around once instead of at every run."""
+"""Fold constants, drop what nothing reads, and turn the weights of linear layers around once, not at every run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onnx_ir.passes.common import (
 )
 from onnxscript.optimizer import optimize_ir
 
+from tx_export._graph import add_initializer, array_of
 from tx_export.passes import Coverage, GraphPass, Outcome
 
 __all__ = ["FoldConstants"]
@@ -27,9 +28,7 @@ class FoldConstants(GraphPass):
 
     def call(self, model: ir.Model) -> Outcome:
         before = _shape_of(model)
-        optimize_ir(
-            model, input_size_limit=_FOLDED_BYTES, output_size_limit=_FOLDED_BYTES, should_fold=_not_a_weight
-        )
+        optimize_ir(model, input_size_limit=_FOLDED_BYTES, output_size_limit=_FOLDED_BYTES, should_fold=_not_a_weight)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         DeduplicateInitializersPass(size_limit=1 << 62)(model)
         CommonSubexpressionEliminationPass()(model)
@@ -50,22 +49,18 @@ def _not_a_weight(node: ir.Node) -> bool | None:
 
 
 def _is_turned_weight(node: ir.Node) -> bool:
-    return node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer()
+    return node.op_type == "Transpose" and array_of(node.inputs[0]) is not None
 
 
 def _turn(graph: ir.Graph, node: ir.Node) -> bool:
     """Replace Transpose(weight) by a stored transpose, unless others read the weight as it is."""
     weight = node.inputs[0]
     assert weight is not None and weight.const_value is not None and weight.name is not None
-    if len(weight.uses()) > 1:
+    if len(weight.uses()) > 1 or weight.is_graph_output() or node.outputs[0].is_graph_output():
         return False
     perm = node.attributes.get_ints("perm", None)
     array = weight.const_value.numpy().transpose(perm)
-    # Contiguous now: a transposed view would be copied again each time that it is serialized.
-    turned = ir.Value(name=f"{weight.name}.T", const_value=ir.tensor(array.copy(), name=f"{weight.name}.T"))
-    turned.dtype, turned.shape = weight.dtype, ir.Shape(array.shape)
-    graph.register_initializer(turned)
-    node.outputs[0].replace_all_uses_with(turned)
+    node.outputs[0].replace_all_uses_with(add_initializer(graph, f"{weight.name}.T", array))
     graph.remove(node, safe=True)
     graph.initializers.pop(weight.name)
     return True

@@ -1,4 +1,4 @@
-"""Replace the five nodes of 0.5 x (1 + erf(x / sqrt 2)) by one com.microsoft::Gelu, the exact form (Hendrycks & Gimpel 2016)."""
+"""Replace 0.5 x (1 + erf(x / sqrt 2)) by one com.microsoft::Gelu, the exact form (Hendrycks & Gimpel 2016)."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _match(erf: ir.Node) -> tuple[ir.Value, ir.Value] | str:
         if node is None or node.op_type != "Mul":
             return "it is not multiplied by x / 2"
         factor = _other(node, value)
-        name = "half" if _is_constant(factor, 0.5) else "x" if factor is x else _half_of(factor, x)
-        if name not in missing and name != "both":
+        found = {"half"} if _is_constant(factor, 0.5) else {"x"} if factor is x else _half_of(factor, x)
+        if not found or not found <= missing:
             return "it is not multiplied by x / 2"
-        missing -= {"half", "x"} if name == "both" else {name}
+        missing -= found
         value = node.outputs[0]
     return x, value
 
@@ -73,10 +73,10 @@ def _scaled_input(erf: ir.Node) -> ir.Value | None:
     return None
 
 
-def _half_of(value: ir.Value | None, x: ir.Value) -> str:
+def _half_of(value: ir.Value | None, x: ir.Value) -> set[str]:
     node = value.producer() if value is not None else None
     halves = node is not None and node.op_type == "Mul" and x in node.inputs and _is_constant(_other(node, x), 0.5)
-    return "both" if halves else ""
+    return {"half", "x"} if halves else set()
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
@@ -85,4 +85,10 @@ def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 def _is_constant(value: ir.Value | None, expected: float) -> bool:
     array = array_of(value)
-    return array is not None and array.size == 1 and math.isclose(float(array.reshape(())), expected, rel_tol=1e-6)
+    # More dimensions than one could raise the rank of the result.
+    return (
+        array is not None
+        and array.size == 1
+        and array.ndim <= 1
+        and math.isclose(float(array.reshape(())), expected, rel_tol=1e-6)
+    )

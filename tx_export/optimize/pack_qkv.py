@@ -1,4 +1,4 @@
-"""Pack the query, key and value products of self-attention into one: three MatMul and MultiHeadAttention -> Attention."""
+"""Pack the query, key and value products of self-attention: three MatMul and MultiHeadAttention -> Attention."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
 
-from tx_export._graph import Linear, add_initializer, add_node, linear_behind, replace
+from tx_export._graph import Linear, add_initializer, add_node, linear_behind, only_use, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["PackQkv"]
@@ -28,6 +28,7 @@ class PackQkv(GraphPass):
             else:
                 _pack(model.graph, node, found)
         RemoveUnusedNodesPass()(model)
+        DeduplicateInitializersPass(size_limit=1 << 62)(model)  # layers that share their weights share the packed ones
         done = len(candidates) - len(left)
         return Outcome(model, done > 0, Coverage(done, len(candidates), tuple(left)))
 
@@ -36,31 +37,41 @@ def _match(node: ir.Node) -> list[Linear] | str:
     """The three products, or why they can't be one."""
     if len(node.inputs) > 5 and any(value is not None for value in node.inputs[5:]):
         return "it has a bias or a past"
-    if node.inputs[3] is not None:
+    if len(node.inputs) > 3 and node.inputs[3] is not None:
         return "its query, key and value biases stand in the operator"
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return "its keys and values are outputs too"
     linears: list[Linear] = []
-    for value in node.inputs[:3]:
+    for value in (*node.inputs, None, None)[:3]:
         linear = linear_behind(value) if value is not None else "an input is missing"
         if isinstance(linear, str):
             return linear
-        if linear.turned:
+        if linear.turned or _is_read_otherwise(linear.weight_value):
             return "a weight is tied"
+        if value is None or only_use(value) is not node:
+            return "a product has other readers"
         linears.append(linear)
     if len({linear.x for linear in linears}) > 1:
         return "query, key and value come from different inputs"
     return linears
 
 
+def _is_read_otherwise(weight: ir.Value) -> bool:
+    return weight.is_graph_output() or any(use.node.op_type != "MatMul" for use in weight.uses())
+
+
 def _pack(graph: ir.Graph, node: ir.Node, linears: list[Linear]) -> None:
     weight = np.concatenate([linear.weight for linear in linears], axis=1)  # [d_model, 3 H head_dim]
-    biases = [linear.bias if linear.bias is not None else np.zeros(linear.weight.shape[1], weight.dtype) for linear in linears]
+    biases = [
+        linear.bias if linear.bias is not None else np.zeros(linear.weight.shape[1], weight.dtype) for linear in linears
+    ]
     name = linears[0].weight_value.name or "query"
     for part, whole in ((".query.", ".qkv."), (".weight.T", ".weight")):
         name = name.replace(part, whole)
     packed = add_initializer(graph, name, weight)
     bias = add_initializer(graph, name.replace("weight", "bias"), np.concatenate(biases))
     widths = [linear.weight.shape[1] for linear in linears]
-    attributes = {key: value for key, value in node.attributes.items() if key in ("num_heads", "scale", "unidirectional")}
+    attributes = dict(node.attributes)
     if widths != [linears[0].weight.shape[0]] * 3:
         attributes["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", widths)
     mask = node.inputs[4] if len(node.inputs) > 4 else None
