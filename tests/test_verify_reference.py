@@ -96,6 +96,50 @@ def test_values_at_padding_may_differ_but_at_real_positions_may_not() -> None:
         Judge(model).check_exact("export", add(at=1))
 
 
+class _Transposed(nn.Module):
+    """Scores [tokens, batch] of the ids, and weights [batch, heads, tokens, tokens] between them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        x = input_ids.float()
+        return x.T, (x[:, None, :, None] * x[:, None, None, :]).expand(-1, 2, -1, -1)
+
+
+@pytest.mark.parametrize("output", ["scores", "weights"])
+def test_real_positions_are_found_on_every_axis_of_tokens(output: str) -> None:
+    dims = "[batch,tokens<=24]"
+    model = eager_model(
+        _Transposed(),
+        [f"input_ids:int64{dims}{{1..9}}", f"attention_mask:int64{dims}"],
+        ["scores:float32[tokens,batch]", "weights:float32[batch,2,tokens,tokens]"],
+    )
+    eager = eager_runner(model)
+
+    def add(at_real: bool) -> Runner:
+        def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+            real = feeds["attention_mask"] != 0  # [B, T]
+            found = eager(feeds)
+            places = {"scores": real.T, "weights": (real[:, None, :, None] & real[:, None, None, :])}
+            wrong = (places[output] == at_real).astype(np.float32)
+            return found | {output: found[output] + wrong}
+
+        return run
+
+    Judge(model).check_exact("export", add(at_real=False))
+    with pytest.raises(BudgetError, match=rf"output '{output}' is off by 1, more than "):
+        Judge(model).check_exact("export", add(at_real=True))
+
+
+def test_small_outputs_are_held_to_decibels() -> None:
+    model = tiny_embedder()
+    eager = eager_runner(model)
+    # Components of a unit vector are at most 1: 9e-5 of them is inside 1e-4, but 20 log10(1 / 9e-5) is 80.9 dB only.
+    off: Runner = lambda feeds: {name: array * np.float32(1 + 9e-5) for name, array in eager(feeds).items()}  # noqa: E731
+    with pytest.raises(
+        BudgetError, match=r"export: output 'embedding': sqnr_db 80\.9\d? is less than 90, worst in case"
+    ):
+        Judge(model, _LINES).check_exact("export", off)
+
+
 def test_the_exported_module_is_the_reference_of_fidelity(classifier: EagerModel) -> None:
     pruned = copy.deepcopy(classifier.module)
     output: Any = pruned.get_submodule("encoder.layers.0.attention.output")
