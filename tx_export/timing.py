@@ -58,7 +58,7 @@ class Plan:
     calls: int = 5  # at least, per round
     seconds: float = 0.3  # at least, per round: many calls when they are quick
     warm_up: int = 3  # calls at each new shape that are not counted
-    pause: float = 0.05  # seconds before each turn, in which the threads of the one before stop spinning
+    pause: float = 0.2  # seconds before each turn; ONNX Runtime's threads spin for 0.1 s and more after a call
     timeout: float = 900.0  # seconds for one answer; a compiler may take minutes for the first call
 
 
