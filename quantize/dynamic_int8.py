@@ -61,7 +61,6 @@ class _Rewrite:
         self.graph, self.options = graph, options
         self.activations: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-        self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
 
     def product(self, node: ir.Node) -> str | None:
         linear = linear_at(node)
@@ -91,7 +90,7 @@ class _Rewrite:
             return f"the quantized operator has no {', '.join(unknown)}"
         if weight.dtype != np.float32:
             return f"its weight is {weight.dtype}, not float32"
-        quantized, scale = self.stored((weight_value, False), weight)
+        quantized, scale = self.stored(weight_value, weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
         inputs = [
             x_int8,
@@ -137,21 +136,19 @@ class _Rewrite:
         if linear.turned and len(linear.weight_value.uses()) > 1:
             rows, scales = self.rows(linear.weight_value, linear.weight.T)
             (columns,) = add_node(linear.node, "Transpose", [rows], {"perm": ir.AttrInt64s("perm", [1, 0])})
-            (scale,) = add_node(linear.node, "Squeeze", [scales, self._axis()])
+            (scale,) = add_node(linear.node, "Squeeze", [scales, add_initializer(self.graph, "last", np.array([1]))])
             return columns, scale
-        return self.stored((linear.weight_value, linear.turned), linear.weight)
+        return self.stored(linear.weight_value, linear.weight)
 
-    def stored(self, key: tuple[ir.Value, bool], weight: np.ndarray) -> tuple[ir.Value, ir.Value]:
-        """int8 [K, N] and scales of a weight, or of its transpose, made once however many products read it."""
-        if key not in self.weights:
-            _check_finite(key[0], weight)
-            quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
-            name = (key[0].name or "weight").removesuffix(".T")
-            self.weights[key] = (
-                add_initializer(self.graph, f"{name}.int8", quantized),
-                add_initializer(self.graph, f"{name}.scale", scale),
-            )
-        return self.weights[key]
+    def stored(self, value: ir.Value, weight: np.ndarray) -> tuple[ir.Value, ir.Value]:
+        """int8 [K, N] and scales of a weight that is stored as it is or turned."""
+        _check_finite(value, weight)
+        quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
+        name = (value.name or "weight").removesuffix(".T")
+        return (
+            add_initializer(self.graph, f"{name}.int8", quantized),
+            add_initializer(self.graph, f"{name}.scale", scale),
+        )
 
     def rows(self, table: ir.Value, array: np.ndarray) -> tuple[ir.Value, ir.Value]:
         """int8 [rows, D] and scales [rows, 1] of a table, made once however many nodes read it."""
@@ -163,9 +160,6 @@ class _Rewrite:
                 add_initializer(self.graph, f"{table.name}.scale", scale[:, None]),
             )
         return self.tables[table]
-
-    def _axis(self) -> ir.Value:
-        return self.graph.initializers.get("squeeze.axis") or add_initializer(self.graph, "squeeze.axis", np.array([1]))
 
 
 def _named(weight: ir.Value, what: str) -> str:

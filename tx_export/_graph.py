@@ -19,13 +19,16 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
 
 
 def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """A new constant; a taken name gets a number behind it."""
+    """A new constant, or the equal one of that name; a name that stands for something else gets a number behind it."""
     taken = {output.name for node in graph for output in node.outputs} | {value.name for value in graph.inputs}
     unique, number = name, 0
     while unique in graph.initializers or unique in taken:
+        known = array_of(graph.initializers.get(unique))
+        if known is not None and known.dtype == array.dtype and np.array_equal(known, array):
+            return graph.initializers[unique]
         number += 1
         unique = f"{name}.{number}"
-    value = ir.Value(name=unique, const_value=ir.tensor(np.ascontiguousarray(array), name=unique))
+    value = ir.Value(name=unique, const_value=ir.tensor(np.asarray(array, order="C"), name=unique))
     value.dtype, value.shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
     graph.register_initializer(value)
     return value

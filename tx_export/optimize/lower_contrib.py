@@ -63,4 +63,4 @@ _LOWERED: dict[str, Callable[[ir.Graph, ir.Node], ir.Value]] = {
 
 
 def _scalar(graph: ir.Graph, name: str, value: float) -> ir.Value:
-    return graph.initializers.get(name) or add_initializer(graph, name, np.array(value, np.float32))
+    return add_initializer(graph, name, np.array(value, np.float32))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, linear_behind, only_use, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
@@ -28,7 +28,6 @@ class PackQkv(GraphPass):
             else:
                 _pack(model.graph, node, found)
         RemoveUnusedNodesPass()(model)
-        DeduplicateInitializersPass(size_limit=1 << 62)(model)  # layers that share their weights share the packed ones
         done = len(candidates) - len(left)
         return Outcome(model, done > 0, Coverage(done, len(candidates), tuple(left)))
 
@@ -72,7 +71,7 @@ def _pack(graph: ir.Graph, node: ir.Node, linears: list[Linear]) -> None:
     bias = add_initializer(graph, name.replace("weight", "bias"), np.concatenate(biases))
     widths = [linear.weight.shape[1] for linear in linears]
     attributes = dict(node.attributes)
-    if widths != [linears[0].weight.shape[0]] * 3:
+    if len(set(widths)) > 1:  # equal widths are what the operator expects, whatever the width of the input
         attributes["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", widths)
     mask = node.inputs[4] if len(node.inputs) > 4 else None
     (context,) = add_node(node, "com.microsoft::Attention", [linears[0].x, packed, bias, mask], attributes)
