@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, get_args
 
 from tx_export.errors import LoadError
-from tx_export.models.parts.layers import Activation, Encoder, Norm
+from tx_export.models.parts.layers import Activation, Encoder, Norm, Positions
 from tx_export.spec import BuiltInSpec, Dim, TensorSpec
 
 __all__ = ["EncoderSpec"]
@@ -26,7 +26,7 @@ class EncoderSpec(BuiltInSpec):
     dropout: float = 0.1
     activation: Activation = "relu"
     norm: Norm = "post"
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    positions: Positions = "sinusoidal"
     epsilon: float = 1e-6  # of every LayerNorm
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -40,13 +40,20 @@ class EncoderSpec(BuiltInSpec):
         for name in ("vocab_size", "max_length", "d_model", "num_layers", "num_heads", "d_ff"):
             if getattr(self, name) < 1:
                 raise LoadError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.head_dim < 0 or (self.head_dim == 0 and self.d_model % self.num_heads):
+        if self.head_dim < 0:
+            raise LoadError(f"head_dim is {self.head_dim}; it must be at least 0")
+        if self.head_dim == 0 and self.d_model % self.num_heads:
             raise LoadError(
                 f"d_model {self.d_model} does not divide by num_heads {self.num_heads}; "
                 "choose another number of heads, or set head_dim"
             )
         if not 0 <= self.dropout < 1:
             raise LoadError(f"dropout is {self.dropout}; it must be in [0, 1)")
+        if not self.epsilon > 0:
+            raise LoadError(f"epsilon is {self.epsilon}; it must be above 0")
+        for name, kinds in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
+            if getattr(self, name) not in get_args(kinds):
+                raise LoadError(f"{name} is {getattr(self, name)!r}; known: {', '.join(get_args(kinds))}")
 
     def encoder(self) -> Encoder:
         return Encoder(

@@ -95,9 +95,11 @@ def _run(passes: Sequence[Pass], asked: Sequence[str] = ()) -> tuple[ir.Model, l
 def test_the_text_form_of_a_pipeline_gives_the_same_pipeline_back(
     to: str, times: int, ratio: float, deep: bool, limit: int | None
 ) -> None:
-    pipeline = Pipeline((_Rename(to, times, ratio, deep, limit), _Same(), _Rename()))
-    text = str(pipeline).replace("test_passes", "rename", 1).replace("test_passes", "same", 1)
-    assert Pipeline.parse(text.replace("test_passes", "rename"), _find) == pipeline
+    passes = (_Rename(to, times, ratio, deep, limit), _Same(), _Rename())
+    pipeline = Pipeline(passes, ("rename", "same", "my/own.py:Rename"))
+    read = Pipeline.parse(str(pipeline), _find)
+    assert read.passes == pipeline.passes
+    assert str(read) == str(pipeline)
 
 
 def test_a_pass_is_named_by_its_file_and_shows_its_options_but_not_its_context() -> None:
@@ -128,6 +130,10 @@ def test_spaces_and_empty_braces_do_not_matter(text: str, count: int) -> None:
 def test_a_pipeline_that_is_malformed_shows_where(text: str) -> None:
     with pytest.raises(PluginError, match=r"passes: can't read .*expected NAME\{KEY=VALUE, ...\}"):
         Pipeline.parse(text, _find)
+
+
+def test_without_typed_names_a_pipeline_shows_the_names_of_files() -> None:
+    assert str(Pipeline((_Same(), _Same()))) == "test_passes test_passes"
 
 
 def test_bools_are_read_in_any_case_and_numbers_get_the_type_of_their_option() -> None:

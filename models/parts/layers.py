@@ -11,10 +11,11 @@ from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.models.parts.masks import KeyMask, key_mask
 from tx_export.models.parts.positions import LearnedPositions, SinusoidalPositions
 
-__all__ = ["Activation", "Encoder", "FeedForward", "Norm", "PostNormLayer", "PreNormLayer"]
+__all__ = ["Activation", "Encoder", "FeedForward", "Norm", "Positions", "PostNormLayer", "PreNormLayer"]
 
 Activation = Literal["relu", "gelu"]
 Norm = Literal["post", "pre"]
+Positions = Literal["sinusoidal", "learned"]
 
 
 class FeedForward(nn.Module):
@@ -84,7 +85,7 @@ class Encoder(nn.Module):
         dropout: float,
         activation: Activation,
         norm: Norm,
-        positions: Literal["sinusoidal", "learned"],
+        positions: Positions,
         epsilon: float,
     ) -> None:
         super().__init__()
