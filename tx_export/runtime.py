@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import io
 import itertools
 import json
 import math
@@ -470,41 +471,28 @@ def _parse_dim(dim: int | str) -> int | _Dim:
     return _Dim(found["name"], int(found["bound"]) if found["bound"] else None)
 
 
+_DEFAULTS = {"attention_mask": 1, "token_type_ids": 0}  # all positions are real, all of the first text
+
+
 def _check_feeds(inputs: Sequence[_Tensor], feeds: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """The arrays as the session wants them, and the size of each named dim; TxExportError says what doesn't fit."""
-    feeds = _fill_optional(inputs, feeds)
-    missing = [str(tensor) for tensor in inputs if tensor.name not in feeds]
+    missing = [str(tensor) for tensor in inputs if tensor.name not in feeds and tensor.name not in _DEFAULTS]
     unknown = sorted(set(feeds) - {tensor.name for tensor in inputs})
     if missing or unknown:
         parts = [f"missing {', '.join(missing)}"] if missing else []
         parts += [f"unknown {', '.join(unknown)}"] if unknown else []
         raise TxExportError(f"inputs: {'; '.join(parts)}; expected {', '.join(map(str, inputs))}")
     arrays: dict[str, np.ndarray] = {}
-    sizes: dict[str, tuple[int, str]] = {}
-    for tensor in inputs:
-        array = _convert(tensor, feeds[tensor.name])
-        _check_shape(tensor, array, sizes)
-        _check_range(tensor, array)
-        arrays[tensor.name] = array
-    return arrays, {name: size for name, (size, _) in sizes.items()}
-
-
-def _fill_optional(inputs: Sequence[_Tensor], feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Without attention_mask all positions are real; without token_type_ids all are of type 0."""
-    feeds = dict(feeds)
-    for name, value in (("attention_mask", 1), ("token_type_ids", 0)):
-        tensor = next((tensor for tensor in inputs if tensor.name == name), None)
-        like = next(
-            (other for other in inputs if tensor is not None and _alike(other, tensor) and other.name in feeds), None
-        )
-        if tensor is not None and like is not None and name not in feeds:
-            with contextlib.suppress(ValueError):  # a ragged list is refused by its own name
-                feeds[name] = np.full(np.shape(feeds[like.name]), value, tensor.dtype)
-    return feeds
-
-
-def _alike(one: _Tensor, other: _Tensor) -> bool:
-    return one.name != other.name and one.dims == other.dims and len(one.dims) == 2
+    owners: dict[str, tuple[int, str]] = {}
+    for tensor in (tensor for tensor in inputs if tensor.name in feeds):
+        arrays[tensor.name] = _convert(tensor, feeds[tensor.name])
+        _check_shape(tensor, arrays[tensor.name], owners)
+        _check_range(tensor, arrays[tensor.name])
+    sizes = {name: size for name, (size, _) in owners.items()}
+    for tensor in (tensor for tensor in inputs if tensor.name not in feeds):
+        shape = [dim if isinstance(dim, int) else sizes.get(dim.name, 1) for dim in tensor.dims]
+        arrays[tensor.name] = np.full(shape, _DEFAULTS[tensor.name], tensor.dtype)
+    return arrays, sizes
 
 
 def _convert(tensor: _Tensor, value: Any) -> np.ndarray:
@@ -525,7 +513,7 @@ def _convert(tensor: _Tensor, value: Any) -> np.ndarray:
     return converted
 
 
-def _check_shape(tensor: _Tensor, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> None:
+def _check_shape(tensor: _Tensor, array: np.ndarray, owners: dict[str, tuple[int, str]]) -> None:
     if array.ndim != len(tensor.dims):
         raise TxExportError(
             f"input {tensor.name!r}: shape {list(array.shape)} has {array.ndim} dims, not {len(tensor.dims)}: {tensor}"
@@ -535,7 +523,7 @@ def _check_shape(tensor: _Tensor, array: np.ndarray, sizes: dict[str, tuple[int,
             if size != dim:
                 raise TxExportError(f"input {tensor.name!r}: a dim is {size} and must be {dim}: {tensor}")
             continue
-        known, owner = sizes.setdefault(dim.name, (size, tensor.name))
+        known, owner = owners.setdefault(dim.name, (size, tensor.name))
         if size != known:
             raise TxExportError(f"input {tensor.name!r}: {dim.name} is {size}, but {known} in {owner!r}")
         if dim.bound is not None and size > dim.bound:
@@ -587,8 +575,9 @@ class _Tokenizer:
 
     def encode(self, index: int, text: Text) -> _Row:
         """Tokens of one text or pair, special tokens kept and the longer of a pair cut first."""
-        parts = [self._shorten(self._repaired(index, part)) for part in _parts(index, text)]
+        parts = [self._repaired(index, part) for part in _parts(index, text)]
         try:
+            parts = [self._shorten(part) for part in parts]
             found = self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
         except Exception as error:
             raise TxExportError(f"text {index}: the tokenizer failed: {_first_line(error)}") from error
@@ -614,18 +603,18 @@ class _Tokenizer:
     def _shorten(self, text: str) -> str:
         """A prefix with the same first tokens up to the limit, so that cost doesn't grow with what is thrown away.
 
-        It ends between two words, well behind the last token kept; a prefix with too few tokens (one long word, many
-        spaces) is made longer.
+        It ends between two words, well behind the last token kept; as long as a prefix has too few tokens (one long
+        word, many spaces) it is made longer.
         """
-        size = 16 * self.max_length
+        size = 2 * self.max_length
         while size < len(text):
-            prefix = text[:size].rsplit(None, 1)[0]
+            prefix = next(iter(text[:size].rsplit(None, 1)), "")
             if len(prefix) < size - 1000:
                 prefix = text[:size]
             plain = self._tokenizer.encode(prefix, add_special_tokens=False)
             if len(plain.ids) + sum(len(rest.ids) for rest in plain.overflowing) > self.max_length + 128:
                 return prefix
-            size *= 4
+            size *= 2
         return text
 
 
@@ -853,8 +842,8 @@ def _batches(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 def self_test(model: Model) -> dict[str, Any]:
     """Compare the model here with the eager outputs in samples.npz, at real positions, all samples together.
 
-    Returns {"agrees", "provider", "cases", "outputs": {name: {"max_abs", "sqnr_db", "non_finite", "agrees", "limit"}}};
-    an infinite ratio is None. Non-finite values never agree.
+    Returns {"agrees", "provider", "onnxruntime_provider", "cases", "outputs": {name: {"max_abs", "sqnr_db",
+    "non_finite", "agrees", "limit"}}}; an infinite ratio is None. Non-finite values never agree.
     """
     limits = (model.manifest.get("verification") or {}).get("self_test")
     if not isinstance(limits, dict) or "samples.npz" not in model.manifest["files"]:
@@ -863,14 +852,23 @@ def self_test(model: Model) -> dict[str, Any]:
     differences: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for case in cases:
         found = model.run_arrays(case["input"])
-        mask = case["input"].get("attention_mask")
-        for name, expected in case["output"].items():
-            if name not in found or found[name].shape != expected.shape:
-                raise ArtifactError(f"output {name!r}: shape {expected.shape} expected from the samples")
-            differences.setdefault(name, []).append((_real(found[name], mask), _real(expected, mask)))
+        for tensor in model.outputs:
+            name, expected = tensor.name, case["output"][tensor.name]
+            if found[name].shape != expected.shape:
+                where = f"{model.folder / 'samples.npz'}: output {name!r}"
+                raise ArtifactError(f"{where} has shape {found[name].shape}, not {expected.shape}")
+            real = _real_positions(model, tensor, case["input"], expected)
+            differences.setdefault(name, []).append((found[name][real].ravel(), expected[real].ravel()))
     outputs = {name: _agreement(pairs, limits.get(name, limits)) for name, pairs in differences.items()}
     agrees = bool(outputs) and all(output["agrees"] for output in outputs.values())
-    return {"agrees": agrees, "provider": model.provider, "cases": len(cases), "outputs": outputs}
+    used = model.manifest["session"][model.provider]["provider"]
+    return {
+        "agrees": agrees,
+        "provider": model.provider,
+        "onnxruntime_provider": used,
+        "cases": len(cases),
+        "outputs": outputs,
+    }
 
 
 def _read_samples(path: Path) -> list[dict[str, dict[str, np.ndarray]]]:
@@ -884,19 +882,22 @@ def _read_samples(path: Path) -> list[dict[str, dict[str, np.ndarray]]]:
                     cases.setdefault(case, {"input": {}, "output": {}})[kind][name] = archive[key]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ArtifactError(f"{path}: can't be read: {_first_line(error)}") from error
+    if not cases:
+        raise ArtifactError(f"{path}: holds no samples")
     return [cases[case] for case in sorted(cases)]
 
 
-def _real(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The values at real positions, flat: of [batch, tokens, ...] those where the mask is not 0, else all."""
-    if mask is not None and array.ndim > 2 and array.shape[:2] == mask.shape:
-        array = array[mask != 0]
-    return array.astype(np.float64).reshape(-1)
+def _real_positions(model: Model, output: _Tensor, feeds: Mapping[str, np.ndarray], array: np.ndarray) -> np.ndarray:
+    """Where an output's values count: those of [batch, tokens, ...] where the mask is not 0, all of others."""
+    mask = next((tensor for tensor in model.inputs if tensor.name == "attention_mask"), None)
+    if mask is None or mask.name not in feeds or output.dims[:2] != mask.dims:
+        return np.ones(array.shape, bool)
+    return np.asarray(feeds[mask.name] != 0)
 
 
 def _agreement(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limit: Mapping[str, float]) -> Result:
-    found = np.concatenate([pair[0] for pair in pairs])
-    expected = np.concatenate([pair[1] for pair in pairs])
+    found = np.concatenate([pair[0] for pair in pairs]).astype(np.float64)
+    expected = np.concatenate([pair[1] for pair in pairs]).astype(np.float64)
     non_finite = int((~np.isfinite(found)).sum() + (~np.isfinite(expected)).sum())
     report: Result = {"max_abs": None, "sqnr_db": None, "non_finite": non_finite, "agrees": False, "limit": dict(limit)}
     if non_finite or not found.size:
@@ -1073,7 +1074,7 @@ def _read_csv(name: str, lines: Iterator[str], column: str | None) -> Iterator[T
     table = csv.DictReader(line + "\n" for line in lines)
     try:
         if column not in (table.fieldnames or ()):
-            raise TxExportError(f"{name}: no column {column!r}; it has {', '.join(table.fieldnames or ())}")
+            raise TxExportError(f"{name}: no column {column!r}; it has {', '.join(table.fieldnames or ['nothing'])}")
         for row in table:
             if row[column] is None:
                 raise TxExportError(f"{name}, line {table.line_num}: too few columns")
@@ -1130,6 +1131,8 @@ def run(
     items = pair_up(texts, pairs) if source is None else read_texts(source, column)
     model = Model(folder, provider, threads)
     out = sys.stdout if out is None else out
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")  # a terminal that can't show a letter shows its escape
     line = _json_line if as_json else _text_line
     try:
         for text, result in model.stream_with_texts(items):
@@ -1150,8 +1153,7 @@ def _text_line(text: Text, result: Result) -> str:
     shown = " ".join(
         re.split(r"[\t\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+", text if isinstance(text, str) else " | ".join(text))
     )
-    shown = shown.encode("utf-8", "replace").decode("utf-8")
-    return f"{result['label']}\t{result['score']:.4f}\t{shown}"
+    return f"{result['label']}\t{result['score']:.4f}\t{_whole(shown)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1249,7 +1251,9 @@ def _report_lines(report: Mapping[str, Any]) -> str:
         ratio = "exact" if output["sqnr_db"] is None else f"{output['sqnr_db']:.1f} dB"
         ratio = f"{output['non_finite']} values not finite" if output["non_finite"] else ratio
         lines.append(f"{name}: largest difference {largest} ({ratio}; limit {limit}): {verdict}")
-    return "\n".join([*lines, f"provider: {report['provider']}, {report['cases']} samples"])
+    return "\n".join(
+        [*lines, f"provider: {report['provider']} ({report['onnxruntime_provider']}), {report['cases']} samples"]
+    )
 
 
 def _probe_onnxruntime() -> None:

@@ -17,24 +17,29 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 import tx_export.runtime
 from tx_export.providers.cpu import Cpu
 
-__all__ = ["WORDS", "edit_manifest", "encoder", "expected", "make_artifact", "seal", "tokenizer"]
+__all__ = ["HEAD", "LIMIT", "TABLE", "TYPES", "WORDS", "edit_manifest", "logits", "make_artifact", "seal", "softmax"]
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "a", "the", "was", "##s", "i", "x", "##x", "hello"]
-WIDTH, LABELS, MAX_LENGTH = 8, 2, 16
+WIDTH, LABELS, LIMIT = 8, 2, 16
 _random = np.random.default_rng(0)
 TABLE = _random.normal(size=(len(WORDS), WIDTH)).astype(np.float32)  # [vocabulary, width]
 TYPES = _random.normal(size=(2, WIDTH)).astype(np.float32)
 HEAD = _random.normal(size=(WIDTH, LABELS)).astype(np.float32)
 
 
-def expected(ids: np.ndarray, mask: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
-    """The reference, in NumPy: logits [batch, labels]."""
-    hidden = TABLE[ids] + TYPES[np.zeros_like(ids) if types is None else types]  # [batch, tokens, width]
-    kept = mask[..., None].astype(np.float32)
-    return np.asarray((hidden * kept).sum(1) / np.maximum(kept.sum(1), 1) @ HEAD)
+def logits(ids: Any, mask: Any, types: Any = 0, head: np.ndarray = HEAD) -> np.ndarray:
+    """The reference, in NumPy: [batch, labels]."""
+    hidden = (TABLE[np.asarray(ids)] + TYPES[types]).astype(np.float64)  # [batch, tokens, width]
+    kept = np.asarray(mask)[..., None]
+    return np.asarray((hidden * kept).sum(1) / np.maximum(kept.sum(1), 1) @ head)
 
 
-def encoder(path: Path, per_token: bool = False, head: np.ndarray = HEAD) -> None:
+def softmax(values: np.ndarray) -> np.ndarray:
+    """Along the last axis, as its definition says."""
+    return np.asarray(np.exp(values) / np.exp(values).sum(-1, keepdims=True))
+
+
+def _encoder(path: Path, per_token: bool, head: np.ndarray) -> None:
     """Write the graph; `per_token` leaves the mean out, so that each token has logits [batch, tokens, labels]."""
     nodes = [
         helper.make_node("Gather", ["table", "input_ids"], ["words"]),
@@ -60,7 +65,7 @@ def encoder(path: Path, per_token: bool = False, head: np.ndarray = HEAD) -> Non
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
 
 
-def tokenizer(special: bool = True) -> str:
+def _tokenizer(special: bool) -> str:
     """A WordPiece tokenizer.json; `special` puts [CLS] and [SEP] around."""
     made = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
@@ -68,28 +73,30 @@ def tokenizer(special: bool = True) -> str:
     if special:
         made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
-    made.enable_truncation(5)  # both are to be ignored
+    made.enable_truncation(5)  # the runtime is to ignore both
     made.enable_padding(length=7)
     return str(made.to_str())
 
 
-def make_artifact(folder: Path, special: bool = True, per_token: bool = False, **changes: Any) -> Path:
+def make_artifact(
+    folder: Path, special: bool = True, per_token: bool = False, head: np.ndarray = HEAD, **changes: Any
+) -> Path:
     """Write an artifact; `changes` replace keys of its manifest."""
     folder.mkdir(parents=True)
-    encoder(folder / "model.onnx", per_token)
-    (folder / "tokenizer.json").write_text(tokenizer(special), encoding="utf-8")
-    ids = np.array([[2, 4, 6, 3], [2, 5, 3, 0]])
-    mask = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
-    answer = (TABLE[ids] + TYPES[0]) * mask[..., None] @ HEAD if per_token else expected(ids, mask)
+    _encoder(folder / "model.onnx", per_token, head)
+    (folder / "tokenizer.json").write_text(_tokenizer(special), encoding="utf-8")
+    ids, mask = np.array([[2, 4, 6, 3], [2, 5, 3, 0]]), np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+    answer = (TABLE[ids] + TYPES[0]) * mask[..., None] @ head if per_token else logits(ids, mask, head=head)
     samples = {"input/input_ids": ids, "input/attention_mask": mask, "output/logits": answer.astype(np.float32)}
     np.savez(folder / "samples.npz", allow_pickle=False, **{f"case0/{name}": array for name, array in samples.items()})
     shutil.copyfile(Path(tx_export.runtime.__file__), folder / "run.py")
-    (folder / "manifest.json").write_text(json.dumps(_manifest(per_token) | changes), encoding="utf-8")
+    manifest = _manifest(per_token, head.shape[1]) | changes
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return seal(folder)
 
 
-def _manifest(per_token: bool) -> dict[str, Any]:
-    dims = ["batch", f"tokens<={MAX_LENGTH}"]
+def _manifest(per_token: bool, labels: int) -> dict[str, Any]:
+    dims = ["batch", f"tokens<={LIMIT}"]
     ranges = {"input_ids": [0, len(WORDS) - 1], "attention_mask": [0, 1], "token_type_ids": [0, 1]}
     return {
         "format_version": 1,
@@ -97,11 +104,11 @@ def _manifest(per_token: bool) -> dict[str, Any]:
         "task": "text-classification",
         "min_onnxruntime": "1.14.0",
         "inputs": [{"name": name, "dtype": "int64", "dims": dims, "range": ranges[name]} for name in ranges],
-        "outputs": [{"name": "logits", "dtype": "float32", "dims": [*(dims if per_token else dims[:1]), LABELS]}],
-        "text": {"max_length": MAX_LENGTH, "pad_id": 0, "labels": ["negative", "positive"], "scores": "softmax"},
+        "outputs": [{"name": "logits", "dtype": "float32", "dims": [*(dims if per_token else dims[:1]), labels]}],
+        "text": {"max_length": LIMIT, "pad_id": 0, "labels": ["negative", "positive"], "scores": "softmax"},
         "quantized": {"done": 0, "of": 1, "left": []},
         "session": {"cpu": Cpu().session()},
-        "verification": {"self_test": {"logits": {"max_abs": 1e-5}}},
+        "verification": {"self_test": {"max_abs": 1e-5}},
         "verified_on": {"provider": "cpu", "instruction_sets": ["avx2"]},
         "files": {},
     }

@@ -1,0 +1,165 @@
+"""An artifact is opened only when it is whole, unchanged and within its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, save
+from onnx.external_data_helper import set_external_data
+
+from tx_export.runtime import ArtifactError, Model, main, read_manifest
+
+from .artifact import edit_manifest, make_artifact, seal
+
+
+def test_a_whole_artifact_gives_its_manifest(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "a")
+    assert read_manifest(folder) == json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "samples.npz", "run.py"])
+def test_a_flipped_byte_is_refused_by_the_name_of_its_file(tmp_path: Path, name: str) -> None:
+    path = make_artifact(tmp_path / "a") / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=rf"{name}: damaged or changed"):
+        read_manifest(tmp_path / "a")
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    path = make_artifact(tmp_path / "a") / "model.onnx"
+    data = path.read_bytes()
+    path.write_bytes(data[:-7])
+    with pytest.raises(
+        ArtifactError, match=rf"model.onnx: has {len(data) - 7} bytes where the manifest says {len(data)}"
+    ):
+        Model(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    (make_artifact(tmp_path / "a") / name).unlink()
+    with pytest.raises(ArtifactError, match=rf"{name}: missing"):
+        Model(tmp_path / "a")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="nowhere: no such folder"):
+        read_manifest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format_version is 2; this program reads 1"),
+        ({"inputs": None}, "key 'inputs' is missing or not a list"),
+        ({"inputs": [{"name": "x", "dtype": "int64", "dims": ["a b"]}]}, "an input or output can't be read"),
+        ({"inputs": [{"name": "x", "dtype": "int64", "dims": ["n"]}]}, "takes text, but has no input_ids"),
+        ({"text": {"labels": []}}, "key 'text' is neither null nor an object with max_length"),
+        ({"session": {}}, "key 'session' has no settings"),
+        ({"session": {"cpu": 5}}, "key 'session' has no settings"),
+        ({"files": {"manifest.txt": {}}}, "lists no file model.onnx"),
+        ({"files": {"model.onnx": 1, "tokenizer.json": 1}}, "has no bytes and sha256 for model.onnx"),
+    ],
+)
+def test_a_manifest_that_lacks_something_says_what(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = make_artifact(tmp_path / "a")
+    edit_manifest(folder, lambda manifest: manifest | change)
+    with pytest.raises(ArtifactError, match=message):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"format_version": NaN}', "[" * 100_000, "\udcff"])
+def test_a_manifest_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
+    folder = make_artifact(tmp_path / "a")
+    (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ArtifactError, match=r"manifest\.json: "):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.bin", "/etc/hostname", "a/../../secret.bin", "C:secret.bin", "..\\secret.bin"]
+)
+def test_a_file_outside_the_folder_is_refused_unread(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"secret")
+    folder = make_artifact(tmp_path / "a")
+    edit_manifest(folder, lambda manifest: manifest | {"files": manifest["files"] | {name: {"bytes": 6, "sha256": ""}}})
+    with pytest.raises(ArtifactError, match="lies outside the artifact; refused"):
+        read_manifest(folder)
+
+
+def test_a_link_that_leaves_the_folder_is_refused_and_one_inside_is_not(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "a")
+    (folder / "tokenizer.json").rename(folder / "other.json")
+    (folder / "tokenizer.json").symlink_to("other.json")
+    assert read_manifest(folder)["name"] == "tiny"
+    (folder / "other.json").rename(tmp_path / "outside.json")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "outside.json")
+    with pytest.raises(ArtifactError, match=r"'tokenizer\.json' lies outside the artifact"):
+        read_manifest(folder)
+
+
+def _external_model(path: Path, location: str, inside_if: bool = False) -> None:
+    """A graph whose one weight lies in another file; maybe the graph is the branch of an If."""
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [2], np.zeros(2, np.float32).tobytes(), raw=True)
+    set_external_data(weight, location)
+    weight.ClearField("raw_data")
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])
+    inner = helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "inner", [], [output], [weight])
+    choice = helper.make_tensor("c", TensorProto.BOOL, [], [True])
+    branch = helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
+    graph = helper.make_graph([branch], "outer", [], [output], [choice]) if inside_if else inner
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+
+
+@pytest.mark.parametrize("inside_if", [False, True])
+@pytest.mark.parametrize("location", ["../secret.bin", "unlisted.bin", "/etc/hostname"])
+def test_weights_in_a_file_that_is_not_the_artifacts_are_refused(
+    tmp_path: Path, location: str, inside_if: bool
+) -> None:
+    (tmp_path / "secret.bin").write_bytes(bytes(8))
+    folder = make_artifact(tmp_path / "a", text=None, inputs=[], outputs=[])
+    _external_model(folder / "model.onnx", location, inside_if)
+    seal(folder)
+    with pytest.raises(ArtifactError, match=rf"model\.onnx: its weights are in '{location}'"):
+        Model(folder)
+
+
+def test_weights_in_a_listed_file_are_used(tmp_path: Path) -> None:
+    output = {"name": "y", "dtype": "float32", "dims": [2]}
+    folder = make_artifact(tmp_path / "a", text=None, inputs=[], outputs=[output])
+    _external_model(folder / "model.onnx", "model.onnx.data")
+    (folder / "model.onnx.data").write_bytes(np.array([3, 4], np.float32).tobytes())
+    assert Model(seal(folder)).run_arrays({})["y"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x3a\x05ab", b"not onnx"]
+)
+def test_a_file_that_is_not_onnx_is_refused_even_when_the_manifest_vouches_for_it(
+    tmp_path: Path, damage: bytes
+) -> None:
+    folder = make_artifact(tmp_path / "a")
+    (folder / "model.onnx").write_bytes(damage)
+    with pytest.raises(ArtifactError, match=r"model\.onnx: "):
+        Model(seal(folder))
+
+
+def test_a_tokenizer_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "a")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json: the tokenizer can't be loaded"):
+        Model(seal(folder))
+
+
+def test_the_program_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (make_artifact(tmp_path / "a") / "tokenizer.json").unlink()
+    assert main(["good"], tmp_path / "a") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "tokenizer.json" in error
