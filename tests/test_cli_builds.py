@@ -53,6 +53,20 @@ def test_a_build_prints_the_manifest_that_it_wrote_and_its_self_test_passes(call
     assert done.returncode == 0, done.stderr
 
 
+def test_what_was_trained_can_be_built_and_run(call: Call, tmp_path: Path) -> None:
+    examples, weights, folder = tmp_path / "examples.tsv", tmp_path / "weights", tmp_path / "artifact"
+    examples.write_text("ham\tdinner at eight\nspam\twin a prize now\n" * 20)
+    code, out, err = call("train", "classifier", "--data", str(examples), "--epochs", "1", "-o", str(weights))
+    assert code == 0
+    assert out.splitlines()[0].split() == ["weights", str(weights)]
+    assert err.startswith("epoch 1, step ")
+    given = ["--weights", str(weights / "model.safetensors"), "--quantize", "none", "-o", str(folder)]
+    assert call("build", "classifier", *given)[0] == 0
+    code, out, _ = call("run", str(folder), "win a prize now", "dinner at eight", "--json")
+    assert code == 0
+    assert [set(json.loads(line)["scores"]) for line in out.splitlines()] == [{"ham", "spam"}] * 2
+
+
 def test_the_small_classifier_compares_within_its_budget(call: Call, small_artifact: Path) -> None:
     code, out, _ = call("compare", str(small_artifact), "--json")
     assert (code, json.loads(out)["verdict"]) == (0, "pass")
