@@ -127,6 +127,17 @@ class _Centred(nn.Module):
         return x - x.mean(dim=0)
 
 
+def test_a_module_that_keeps_invariance_must_still_keep_it_in_the_graph(classifier: EagerModel) -> None:
+    users = eager_model(classifier.module, classifier.inputs, classifier.outputs)
+    eager = eager_runner(users)
+
+    def centred(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: array - array.mean(axis=0) for name, array in eager(feeds).items()}
+
+    failures = Judge(users).judge(Step("export", centred)).failures
+    assert any("the answer for a row changes by" in failure and "mates" in failure for failure in failures)
+
+
 def test_invariance_is_promised_by_our_families_and_by_modules_that_keep_it() -> None:
     inputs, outputs = ["input_ids:int64[batch,tokens<=24]{0..9}"], ["pooled:float32[batch,4]"]
     users = eager_model(_Centred(), inputs, outputs)
@@ -199,12 +210,13 @@ def test_a_budget_that_can_not_be_measured_is_refused(classifier: EagerModel) ->
         Judge(classifier, _LINES, override=Budget(accuracy=0.9))
 
 
-def test_accuracy_counts_right_rows_in_their_own_order(classifier: EagerModel) -> None:
+def test_accuracy_counts_right_rows_in_their_own_order() -> None:
+    classifier = tiny_classifier(seed=5)  # finds both labels in these lines
     assert classifier.text is not None
     eager, labels = eager_runner(classifier), classifier.text.labels
     # Reference: every line alone, by its own largest logit; the rows are then labelled so that one of ten is wrong.
-
     own = [labels[int(eager(text_feeds(classifier, [line])[0])["logits"].argmax())] for line in _LINES]
+    assert set(own) == set(labels)
     wrong = [labels[1 - labels.index(own[0])], *own[1:]]
     flipped: Runner = lambda feeds: {"logits": -eager(feeds)["logits"]}  # noqa: E731
     found = check_accuracy(classifier, flipped, list(zip(wrong, _LINES, strict=True)))

@@ -96,6 +96,37 @@ def test_values_at_padding_may_differ_but_at_real_positions_may_not() -> None:
         Judge(model).check_exact("export", add(at=1))
 
 
+class _TorchEncoder(nn.Module):
+    """torch's own encoder, whose fast path raises on a batch in which every row is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.embedding, self.encoder = nn.Embedding(10, 8), nn.TransformerEncoder(layer, 1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+
+
+def test_eager_runs_without_the_fast_path_and_once_for_all_checks() -> None:
+    torch.manual_seed(0)
+    dims = "[batch,tokens<=24]"
+    inputs = [f"input_ids:int64{dims}{{0..9}}", f"attention_mask:int64{dims}"]
+    model = eager_model(_TorchEncoder(), inputs, ["hidden:float32[batch,tokens,8]"])
+    runner, runs = eager_runner(model, copy.deepcopy(model.module)), [0]
+
+    def count(*_: Any) -> None:
+        runs[0] += 1
+
+    model.module.register_forward_hook(count)
+    judge, before = Judge(model), torch.backends.mha.get_fastpath_enabled()
+    judge.check_exact("export", runner)
+    first = runs[0]
+    judge.check_exact("fuse_gelu", runner)
+    assert runs[0] == first > 0
+    assert torch.backends.mha.get_fastpath_enabled() == before
+
+
 class _Transposed(nn.Module):
     """Scores [tokens, batch] of the ids, and weights [batch, heads, tokens, tokens] between them."""
 
