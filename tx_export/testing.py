@@ -93,7 +93,7 @@ def eager_model(
 
 
 def tiny_tokenizer(vocab_size: int = _VOCAB_SIZE) -> str:
-    """The text of a tokenizer.json: WordPiece of lower-case letters, digits and pairs of letters, at least 83 entries."""
+    """The text of a tokenizer.json: WordPiece of letters, digits and pairs of letters, at least 83 entries."""
     letters = string.ascii_lowercase
     pieces = [*letters, *string.digits, *(f"##{c}" for c in letters + string.digits), *".,!?'-"]
     pairs = ("".join(pair) for pair in itertools.product(letters, repeat=2))
