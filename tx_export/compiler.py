@@ -35,6 +35,7 @@ _FUSED = {
     "cuda": "fold_constants fuse_gelu pack_qkv fuse_bias_gelu fuse_residual_norm",
 }
 _STANDARD = "fold_constants"
+_LONGEST = 1024  # tokens that are judged unless more are asked for
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
 
 
@@ -77,11 +78,15 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
     split = _read_split(options.calibrate)
-    judge = Judge(model, split.judging, override, _read_labelled(options.evaluate))
+    longest = max(_LONGEST, options.max_length or 0)
+    judge = Judge(model, split.judging, override, _read_labelled(options.evaluate), longest)
     progress("export")
     graph = export(model, target)
     settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
-    made = _run_passes(model, graph, pipeline, asked, judge, _context(model, split, options, settings), progress)
+    context = _context(model, split, options, settings)
+    made = _run_passes(model, graph, pipeline, asked, judge, context, progress)
+    if override is not None and all(item.budget is None for item in pipeline.passes):
+        judge.check_lossy("export", context.open(graph), override)
     target.check(graph)
     with staged(folder) as new:
         progress("write")
