@@ -15,6 +15,7 @@ from tx_export.compiler import BuildOptions, build, compare
 from tx_export.errors import ArtifactError, BudgetError, LoadError, PassError, PluginError, TxExportError
 from tx_export.export import Target, export
 from tx_export.load import load
+from tx_export.runtime import UsageError
 from tx_export.spec import EagerModel
 from tx_export.testing import tiny_bert_folder
 

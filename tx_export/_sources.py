@@ -1,33 +1,46 @@
-"""The eager model that an artifact was made from, found again by its manifest."""
+"""What an artifact was made from, found again by its manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tx_export import plugins
-from tx_export.errors import LoadError
+from tx_export.errors import LoadError, PluginError
 from tx_export.load import load
+from tx_export.runtime import UsageError
 from tx_export.spec import EagerModel
 
-__all__ = ["source_of"]
+__all__ = ["Origin", "origin_of", "source_of"]
 
 
-def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
-    """The eager model that an artifact was made from; LoadError if it isn't there or has other weights."""
-    built_in = manifest["source"] in plugins.names("model")
-    weights = str(manifest["weights"])
-    chosen, file = source or str(manifest["source"]), None
+@dataclass(frozen=True)
+class Origin:
+    """What `load` is to be asked for, to get the same model again."""
+
+    source: str
+    size: str
+    settings: Mapping[str, str]
+    weights: str | None
+    task: str | None
+    inputs: tuple[str, ...]
+    max_length: int | None
+
+
+def origin_of(manifest: Mapping[str, Any], source: str | None) -> Origin:
+    """By the manifest, or by a folder, module or weight file given by hand; UsageError where neither says enough."""
+    made_from, weights = str(manifest["source"]), str(manifest["weights"])
+    built_in = made_from in plugins.names("model")
+    chosen, file = source or made_from, None
     if source is not None and source.endswith(".safetensors"):
-        chosen, file = str(manifest["source"]), source
+        chosen, file = made_from, source
     elif weights.startswith("random seed"):
         file = weights.replace("random seed ", "random:")
     elif built_in and weights.startswith("checkpoint"):
-        raise LoadError(
-            f"the artifact was made from {manifest['source']} with {weights}; --source FILE.safetensors names it"
-        )
-    model = load(
-        chosen,
+        raise UsageError(f"made from {made_from} with {weights}; name the file with --source FILE.safetensors")
+    return Origin(
+        source=chosen,
         size=_size_of(manifest) if built_in else "small",
         settings=_as_settings(manifest["config"]) if built_in else {},
         weights=file,
@@ -35,8 +48,29 @@ def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
         inputs=_input_specs(manifest) if ":" in chosen else (),
         max_length=_chosen_length(manifest),
     )
-    if model.weights != weights:
-        raise LoadError(f"{chosen} has other weights than the artifact was made from: {model.weights}, not {weights}")
+
+
+def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
+    """The eager model that an artifact was made from; UsageError if it isn't there or has other weights."""
+    origin = origin_of(manifest, source)
+    try:
+        model = load(
+            origin.source,
+            size=origin.size,
+            settings=origin.settings,
+            weights=origin.weights,
+            task=origin.task,
+            inputs=origin.inputs,
+            max_length=origin.max_length,
+        )
+    except (LoadError, PluginError) as error:
+        wanted = f"made from {manifest['source']} with {manifest['weights']}"
+        raise UsageError(f"{error} (the artifact was {wanted}; --source names it)") from error
+    if model.weights != manifest["weights"]:
+        raise UsageError(
+            f"{origin.source} has other weights than the artifact was made from: "
+            f"{model.weights}, not {manifest['weights']}"
+        )
     return model
 
 
@@ -44,6 +78,10 @@ def _size_of(manifest: Mapping[str, Any]) -> str:
     sizes = plugins.find("model", manifest["source"]).sizes
     fits = (size for size, fields in sizes.items() if fields.items() <= manifest["config"].items())
     return next(fits, "small")
+
+
+def _as_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config.items()}
 
 
 def _input_specs(manifest: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,7 +97,3 @@ def _chosen_length(manifest: Mapping[str, Any]) -> int | None:
     text = manifest["text"] or {"max_length": 0}
     bounded = any(f"tokens<={text['max_length']}" in item["dims"] for item in manifest["inputs"])
     return text["max_length"] if bounded else None
-
-
-def _as_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    return {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config.items()}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tx_export import plugins
 from tx_export._bench_report import chart, remarks, table
 from tx_export.runtime import UsageError, available_threads, cpu_name, read_manifest
 from tx_export.spec import Dim, TensorSpec
@@ -125,19 +124,19 @@ def _artifact_contender(name: str, load: Mapping[str, Any]) -> Contender:
 
 def _build_fp32(manifest: Mapping[str, Any], source: str | None, output: Path, progress: Callable[[str], None]) -> Path:
     """The same model without quantization or pruning, by our own build; the source is found as `source_of` finds it."""
+    from tx_export._sources import origin_of
     from tx_export.compiler import BuildOptions, build
 
     progress("building fp32")
-    file = source if source is not None and source.endswith(".safetensors") else None
-    built_in = manifest["source"] in plugins.names("model")
-    config = manifest["config"].items() if built_in else ()
+    origin = origin_of(manifest, source)
     options = BuildOptions(
-        source=manifest["source"] if source is None or file is not None else source,
-        settings={key: ",".join(value) if isinstance(value, list) else str(value) for key, value in config},
-        weights=manifest["weights"].replace("random seed ", "random:") if "random" in manifest["weights"] else file,
-        task=None if built_in else manifest["task"],
-        inputs=tuple(manifest.get("input_specs", ())),
-        max_length=(manifest.get("text") or {}).get("max_length"),
+        source=origin.source,
+        size=origin.size,
+        settings=origin.settings,
+        weights=origin.weights,
+        task=origin.task,
+        inputs=origin.inputs,
+        max_length=origin.max_length,
         quantize="none",
         provider=next(iter(manifest["session"])),
         output=output,
