@@ -50,7 +50,8 @@ def feeds() -> dict[str, Array]:
 def layer_norm(s: Array) -> Array:
     """In float64, with the population variance and epsilon 0.01."""
     mean, variance = s.mean(axis=-1, keepdims=True), s.var(axis=-1, keepdims=True)
-    return (s - mean) / np.sqrt(variance + 0.01) * [1.0, 2.0, 0.5, -1.0] + [0.0, 1.0, 0.25, 3.0]
+    normed: Array = (s - mean) / np.sqrt(variance + 0.01) * [1.0, 2.0, 0.5, -1.0] + [0.0, 1.0, 0.25, 3.0]
+    return normed
 
 
 def assert_is_norm_of_sum(found: dict[str, Array], x: Array, skip: Array) -> None:

@@ -83,7 +83,8 @@ def reference(x: Array, mask: Array, inner: int, biased: tuple[str, ...] = _ROLE
     scores = np.where(seen, np.exp(q @ k.transpose(0, 1, 3, 2) / math.sqrt(head_dim)), 0)
     with np.errstate(invalid="ignore"):
         weights = scores / scores.sum(axis=-1, keepdims=True)
-    return (weights @ v).transpose(0, 2, 1, 3).reshape(*x.shape[:2], inner)
+    context: Array = (weights @ v).transpose(0, 2, 1, 3).reshape(*x.shape[:2], inner)
+    return context
 
 
 def assert_close(found: Array, expected: Array) -> None:
