@@ -195,3 +195,18 @@ def test_the_artifact_and_eager_are_timed_in_processes_of_their_own(small_artifa
     assert all(row["p50_ms"] > 0 and row["load_ms"] > 0 and row["calls"] == 25 for row in (eager, ours))
     # PyTorch's libraries alone are over 100 MB: the artifact's process must be without them.
     assert ours["peak_rss_mb"] + 100 < eager["peak_rss_mb"]
+
+
+def test_the_report_of_an_artifact_holds_the_newest_medians_only(tmp_path: Path) -> None:
+    path = tmp_path / "REPORT.md"
+    path.write_text("# small\n\nwhat was done\n\n", encoding="utf-8")
+    row = {"contender": "small", "batch": 1, "tokens": 16, "p50_ms": 1.5, "p95_ms": 2.0, "tokens_per_s": 1.0,
+           "peak_rss_mb": 3.0, "load_ms": 4.0, "spread": 0.0, "against_artifact": None}  # fmt: skip
+    for milliseconds in (7.25, 1.5):
+        report = {"artifact": "small", "cpu": "a CPU", "threads": 2, "onnxruntime": "1", "torch": "2"}
+        benchmark.record(report | {"rows": [row | {"p50_ms": milliseconds}]}, path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# small\n\nwhat was done\n\n## Latency\n")
+    assert text.count("## Latency") == 1
+    assert "| small | 1 | 16 | 1.5 |" in text
+    assert "7.25" not in text

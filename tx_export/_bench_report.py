@@ -12,9 +12,11 @@ from tx_export.timing import Shape
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["chart", "remarks", "table"]
+__all__ = ["chart", "record", "remarks", "table"]
 
 _WIDE_SPREAD = 0.2  # between rounds; on an idle machine they lie within a few percent
+
+_LATENCY = "## Latency"  # the last section of REPORT.md
 
 _LOG_FROM = 8  # times the smallest bar; beyond it small bars can't be read on a linear scale
 
@@ -65,6 +67,19 @@ def table(report: Mapping[str, Any]) -> Table:
         whole = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "peak_rss_mb", "load_ms")]
         shown.add_row(row["contender"], row["provider"], str(row["batch"]), str(row["tokens"]), *milliseconds, *whole)
     return shown
+
+
+def record(report: Mapping[str, Any], path: Path) -> None:
+    """Put the medians into the REPORT.md of an artifact, in place of those of an earlier benchmark."""
+    where = (
+        f"{report['cpu']}, {report['threads']} threads, onnxruntime {report['onnxruntime']}, torch {report['torch']}"
+    )
+    columns = ("contender", "batch", "tokens", "p50_ms", "p95_ms", "tokens_per_s", "peak_rss_mb", "load_ms")
+    lines = [_LATENCY, "", where, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in report["rows"]]
+    lines += ["", *(f"- {remark}" for remark in remarks(report)), ""]
+    before = path.read_text(encoding="utf-8").partition(_LATENCY)[0]
+    path.write_text(before + "\n".join(lines), encoding="utf-8")
 
 
 def chart(report: Mapping[str, Any], path: Path) -> None:

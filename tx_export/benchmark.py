@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tx_export._bench_report import chart, remarks, table
+from tx_export._bench_report import chart, record, remarks, table
 from tx_export.runtime import UsageError, available_threads, cpu_name, read_manifest
 from tx_export.spec import Dim, TensorSpec
 from tx_export.timing import Contender, Plan, Shape, Timing, compare, measure
 
-__all__ = ["bench", "chart", "remarks", "table"]
+__all__ = ["bench", "chart", "record", "remarks", "table"]
 
 _AGAINST = ("eager", "compile", "fp32")
 _SEED = 0

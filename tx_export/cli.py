@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,13 +129,15 @@ def bench(
     artifact: Path, source: str | None, batch: tuple[int, ...], tokens: tuple[int, ...], against: tuple[str, ...],
     threads: int | None, chart: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time ARTIFACT beside eager, torch.compile and fp32."""
+    """Time ARTIFACT beside eager, torch.compile and fp32; the table goes into its REPORT.md too."""
     from tx_export import benchmark
 
     with _console.working() as progress:
         report = benchmark.bench(
             artifact, source=source, batch=batch, tokens=tokens, against=against, threads=threads, progress=progress
         )
+        if os.access(artifact / "REPORT.md", os.W_OK):
+            benchmark.record(report, artifact / "REPORT.md")
         if chart is not None:
             benchmark.chart(report, chart)
     _tables.print_json(report) if as_json else _tables.print_table(benchmark.table(report))
