@@ -5,16 +5,19 @@ The opset and IR version follow the oldest ONNX Runtime that the artifact must r
 
 from __future__ import annotations
 
+import inspect
+import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
+from torch import nn
 
 from tx_export.errors import ExportError
 from tx_export.models.parts.attention import Ops, emitting
@@ -39,6 +42,7 @@ _RELEASES: dict[tuple[int, int], tuple[int, int]] = {
 # The release whose CPU provider first has an operator of com.microsoft; those not named here are older than 1.14.
 _FIRST_RELEASE: dict[str, tuple[int, int]] = {"MultiHeadAttention": (1, 15), "GatherBlockQuantized": (1, 20)}
 _OPSET, _ATTENTION_OPSET = 18, 23  # the oldest that the exporter writes; the first with a standard Attention
+_UNBOUNDED = (1 << 31) - 1
 _SIZES = (2, 7, 5, 3, 11, 13)  # of the example's named dimensions: all different, none 0 or 1, which would be frozen
 
 
@@ -46,7 +50,7 @@ _SIZES = (2, 7, 5, 3, 11, 13)  # of the example's named dimensions: all differen
 class Target:
     """The oldest ONNX Runtime to run on, and what the graph is written in for it."""
 
-    release: tuple[int, int]
+    release: tuple[int, int] | None  # None: as old as the operators allow
     opset: int
     ir_version: int
     ops: Ops
@@ -55,7 +59,7 @@ class Target:
     def parse(cls, version: str | None, ops: Literal["fused", "standard"]) -> Self:
         """Read `X.Y` or `X.Y.Z`; None means as old as the operators allow."""
         if version is None:
-            return cls(min(_RELEASES), _OPSET, 8, "fused" if ops == "fused" else "plain")
+            return cls(None, _OPSET, 8, _spelling(ops, False))
         parts = version.split(".")
         if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
             raise ExportError(f"--target-ort {version!r}: expected X.Y or X.Y.Z, say 1.17")
@@ -74,9 +78,9 @@ class Target:
             raise ExportError(
                 f"asked for opset {self.opset} and IR {self.ir_version}, the file has opset {opset} and IR {ir_version}"
             )
-        for node in model.graph:
-            first = _FIRST_RELEASE.get(node.op_type, min(_RELEASES)) if node.domain == "com.microsoft" else self.release
-            if first > self.release != min(_RELEASES):
+        for node in model.graph.all_nodes():
+            first = _first_release(node)
+            if self.release is not None and first > self.release:
                 raise ExportError(
                     f"operator com.microsoft::{node.op_type} needs ONNX Runtime {first[0]}.{first[1]}, "
                     f"the target is {self.release[0]}.{self.release[1]}; --ops standard does without it"
@@ -95,19 +99,25 @@ def least_onnxruntime(model: ir.Model) -> str:
     releases = [release for release, newest in _RELEASES.items() if newest[0] >= opset and newest[1] >= ir_version]
     if not releases:
         raise ExportError(f"no ONNX Runtime is known that takes opset {opset} and IR {ir_version}")
-    first = [_FIRST_RELEASE[node.op_type] for node in model.graph if node.op_type in _FIRST_RELEASE and node.domain]
-    major, minor = max([min(releases), *first])
+    major, minor = max([min(releases), *(_first_release(node) for node in model.graph.all_nodes())])
     return f"{major}.{minor}.0"
+
+
+def _first_release(node: ir.Node) -> tuple[int, int]:
+    oldest = min(_RELEASES)
+    return _FIRST_RELEASE.get(node.op_type, oldest) if node.domain == "com.microsoft" else oldest
 
 
 def export(model: EagerModel, target: Target) -> ir.Model:
     """The graph of the module, unoptimized: ends named as in the spec, named dims dynamic up to their bounds."""
     feeds = _example(model.inputs)
-    dims = _dynamic_dims(model.inputs)
+    # A dimension that is never above 1 is none.
+    dims = {name: torch.export.Dim(name, min=1, max=most) for name, most in _bounds(model.inputs).items() if most > 1}
     shapes = tuple(
-        {axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim)} for spec in model.inputs
+        {axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim) and dim.name in dims}
+        for spec in model.inputs
     )
-    with _quiet(), _slow_path(), torch.no_grad(), emitting(target.ops):
+    with _quiet(), _slow_path(), _evaluating(model.module), torch.no_grad(), emitting(target.ops):
         try:
             program = torch.onnx.export(
                 model.module,
@@ -123,68 +133,75 @@ def export(model: EagerModel, target: Target) -> ir.Model:
     assert program is not None
     graph: ir.Model = program.model
     ClearMetadataAndDocStringPass()(graph)  # holds the paths of this machine
-    _name_ends(graph, model)
+    _name_ends(graph.graph, model)
+    NameFixPass()(graph)
     graph.ir_version = target.ir_version
     graph.producer_name, graph.producer_version = "tx-export", None
     return graph
 
 
 def _example(inputs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:
-    names = sorted({dim.name for spec in inputs for dim in spec.dims if isinstance(dim, Dim)}, key=_order(inputs).index)
-    bounds = {dim.name: dim.bound for spec in inputs for dim in spec.dims if isinstance(dim, Dim)}
-    sizes = {name: min(_SIZES[i % len(_SIZES)], bounds[name] or 1 << 30) for i, name in enumerate(names)}
-    generator = torch.Generator().manual_seed(0)
-    return tuple(_draw(spec, spec.shape(sizes), generator) for spec in inputs)
+    sizes = {name: min(_SIZES[i % len(_SIZES)], bound) for i, (name, bound) in enumerate(_bounds(inputs).items())}
+    return tuple(_draw(spec, spec.shape(sizes)) for spec in inputs)
 
 
-def _draw(spec: TensorSpec, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
+def _bounds(inputs: tuple[TensorSpec, ...]) -> dict[str, int]:
+    """The named dimensions in order; one that is given several bounds keeps the smallest."""
+    bounds: dict[str, int] = {}
+    for dim in (dim for spec in inputs for dim in spec.dims if isinstance(dim, Dim)):
+        bounds[dim.name] = min(bounds.get(dim.name, _UNBOUNDED), dim.bound or _UNBOUNDED)
+    return bounds
+
+
+def _draw(spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
+    """Seeded numbers; a mask ends in zeros, as one of ones only could hide the branch that reads it."""
+    dtype, generator = getattr(torch, spec.dtype), torch.Generator().manual_seed(0)
+    if spec.is_mask and shape:
+        mask = torch.ones(shape)
+        mask[..., -1] = 0
+        return mask.to(dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
-    low, high = (0, 1) if spec.is_mask else (int(spec.low or 0), int(spec.high if spec.high is not None else 1))
-    drawn = torch.randint(low, high + 1, shape, generator=generator)
-    if spec.is_mask:  # a mask of ones only could hide the branch that reads it
-        drawn = torch.ones(shape, dtype=torch.int64)
-        drawn[..., -1] = 0
-        drawn[0] = 1
-    return drawn.to(dtype)
-
-
-def _order(inputs: tuple[TensorSpec, ...]) -> list[str]:
-    return [dim.name for spec in inputs for dim in spec.dims if isinstance(dim, Dim)]
-
-
-def _dynamic_dims(inputs: tuple[TensorSpec, ...]) -> dict[str, torch.export.Dim]:
-    dims = {dim.name: dim.bound for spec in inputs for dim in spec.dims if isinstance(dim, Dim)}
-    return {name: torch.export.Dim(name, min=1, max=bound or (1 << 31) - 1) for name, bound in dims.items()}
+    low, high = int(spec.low or 0), int(1 if spec.high is None else spec.high)
+    return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
 
 
 def _like_forward(model: EagerModel, shapes: tuple[dict[int, torch.export.Dim], ...]) -> tuple[Any, ...]:
     """torch.export wants a variadic forward's shapes one level deeper."""
-    import inspect
-
-    parameters = list(inspect.signature(model.module.forward).parameters.values())
-    variadic = bool(parameters) and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
-    return (shapes,) if variadic else shapes
+    first = next(iter(inspect.signature(model.module.forward).parameters.values()), None)
+    return (shapes,) if first is not None and first.kind is first.VAR_POSITIONAL else shapes
 
 
-def _name_ends(graph: ir.Model, model: EagerModel) -> None:
+def _name_ends(graph: ir.Graph, model: EagerModel) -> None:
     """Give inputs and outputs the names of the spec, and everything else names that don't meet them."""
-    values = [*graph.graph.inputs, *graph.graph.outputs]
-    specs = [*model.inputs, *model.outputs]
-    if len(graph.graph.inputs) != len(model.inputs) or len(graph.graph.outputs) != len(model.outputs):
+    if len(graph.inputs) != len(model.inputs) or len(graph.outputs) != len(model.outputs):
         raise ExportError(
-            f"{model.source}: the graph has {len(graph.graph.inputs)} inputs and {len(graph.graph.outputs)} outputs, "
+            f"{model.source}: the graph has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, "
             f"{len(model.inputs)} and {len(model.outputs)} were declared"
         )
-    wanted = {spec.name for spec in specs}
-    for node in graph.graph:
-        for output in node.outputs:
-            if output.name in wanted and output not in values:
-                output.name = f"inner.{output.name}"
-    for value, spec in zip(values, specs, strict=True):
-        value.name = spec.name
-    NameFixPass()(graph)
+    names = [spec.name for spec in (*model.inputs, *model.outputs)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ExportError(f"{model.source}: inputs and outputs must differ in name; given twice: {', '.join(twice)}")
+    _separate_outputs(graph)
+    ends = [*graph.inputs, *graph.outputs]
+    inner = [*graph.initializers.values(), *(output for node in graph.all_nodes() for output in node.outputs)]
+    for value in (*ends, *inner):
+        value.metadata_props.clear()
+        if value.name in names and value not in ends:
+            value.name = f"inner.{value.name}"
+    for value, name in zip(ends, names, strict=True):
+        value.name = name
+
+
+def _separate_outputs(graph: ir.Graph) -> None:
+    """An output that is an input, a weight or another output gets a value of its own, which can have its own name."""
+    taken: set[ir.Value | None] = {*graph.inputs, *graph.initializers.values()}
+    for index, value in enumerate(graph.outputs):
+        if value in taken:
+            own = ir.Value(shape=value.shape, type=value.type)
+            graph.append(ir.node("Identity", [value], outputs=[own]))
+            graph.outputs[index] = own
+        taken.add(value)
 
 
 def _reason(error: Exception) -> str:
@@ -198,15 +215,29 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR if logging.getLogger("tx_export").level > logging.DEBUG else level)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    """Hold back what torch logs, warns of and prints to stderr, unless we are debugging."""
+    if logging.getLogger("tx_export").getEffectiveLevel() <= logging.DEBUG:
+        yield
+        return
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            logger.setLevel(level)
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def _alone(module: nn.Module) -> Tensor:
 )
 def test_the_three_sizes(family: type[EncoderSpec], size: str, expected: tuple[float, ...], batch: int) -> None:
     spec = dataclasses.replace(family(), **family.sizes[size])
-    assert (spec.d_model, spec.num_layers, spec.num_heads, spec.d_ff, spec.dropout) == expected
+    assert [spec.d_model, spec.num_layers, spec.num_heads, spec.d_ff, spec.dropout] == list(expected)
     assert family.training_batch[size] == batch
     others = (spec.vocab_size, spec.max_length, spec.epsilon, spec.head_dim, spec.activation, spec.norm, spec.positions)
     assert others == (8000, 512, 1e-6, 0, "relu", "post", "sinusoidal")
