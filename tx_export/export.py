@@ -209,8 +209,7 @@ def _reason(error: Exception) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no message')}"
 
 
 @contextmanager
