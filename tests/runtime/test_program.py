@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ def started(folder: Path) -> subprocess.Popen[str]:
     """Run run.py on a pipe, and wait for its first answer."""
     command = [sys.executable, str(folder / "run.py"), "--input", "-"]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=buffered)
+    watch = threading.Timer(60, process.kill)  # an answer that never comes fails the test instead of stopping it
+    watch.daemon = True
+    watch.start()
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("good\n")
     process.stdin.flush()

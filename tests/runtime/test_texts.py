@@ -181,6 +181,12 @@ def test_a_hundred_thousand_characters_give_what_cutting_after_tokenizing_gives(
     assert model._tokenizer.encode(0, ("good film", text)).ids == full.encode("good film", text).ids
 
 
+@pytest.mark.parametrize("text", ["the film was good, a bad one. " * 3_334, "good " + "\u4e00" * 100_000])
+def test_what_is_thrown_away_is_not_tokenized(model: Model, text: str) -> None:
+    assert model._tokenizer is not None
+    assert LIMIT < len(model._tokenizer._shorten(text)) < 5_000
+
+
 @pytest.mark.parametrize("kind", ["bytes", "unigram"])
 def test_other_tokenizers_are_cut_right_too(kind: str, tmp_path: Path) -> None:
     lines = Path(runtime.__file__).read_text(encoding="utf-8").splitlines()
