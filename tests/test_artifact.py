@@ -175,6 +175,7 @@ def test_with_force_foreign_files_are_kept_and_files_of_the_old_artifact_are_gon
     (target / "notes.txt").write_text("mine", encoding="utf-8")
     (target / "mine" / "deep").mkdir(parents=True)
     (target / "mine" / "deep" / "one.txt").write_text("1", encoding="utf-8")
+    (target / "mine" / "deep" / "two.txt").symlink_to("one.txt")
     (target / "link.txt").symlink_to("notes.txt")
     (target / "broken").symlink_to("nowhere")
     (target / "linked").symlink_to("mine")
@@ -185,6 +186,7 @@ def test_with_force_foreign_files_are_kept_and_files_of_the_old_artifact_are_gon
         "model.txt": "new",
         "notes.txt": "mine",
         "mine/deep/one.txt": "1",
+        "mine/deep/two.txt": "-> one.txt",
         "link.txt": "-> notes.txt",
         "broken": "-> nowhere",
         "linked": "-> mine",

@@ -156,14 +156,22 @@ def test_a_table_that_is_looked_up_and_multiplied_is_stored_once(product: str, t
     assert np.array_equal(run_graph(ir.load(tmp_path / "model.onnx"), {"ids": ids})["logits"], expected)
 
 
-def test_a_large_constant_is_computed_at_run_time_and_not_written_into_the_file(tmp_path: Path) -> None:
+_LARGE = {
+    "ConstantOfShape": "ones = ConstantOfShape <value = float[1] {1.0}> (shape)",
+    "Expand": "ones = Expand (one, shape)",
+    "Tile": "ones = Tile (one, shape)",
+}
+
+
+@pytest.mark.parametrize("operator", _LARGE)
+def test_a_large_constant_is_computed_at_run_time_and_not_written_into_the_file(operator: str, tmp_path: Path) -> None:
     model = graph_from_text(
-        """
+        f"""
         <ir_version: 8, opset_import: ["" : 18]>
-        g (float[1] x) => (float[a, b] y) <int64[2] shape = {2000, 1000}> {
-            ones = ConstantOfShape <value = float[1] {1.0}> (shape)
+        g (float[1] x) => (float[a, b] y) <int64[2] shape = {{2000, 1000}}, float[1, 1] one = {{1.0}}> {{
+            {_LARGE[operator]}
             y = Mul (ones, x)
-        }
+        }}
         """
     )
     fold(model)
@@ -171,6 +179,20 @@ def test_a_large_constant_is_computed_at_run_time_and_not_written_into_the_file(
     assert (tmp_path / "model.onnx").stat().st_size < 2048  # folded it would be 8 MB
     y = run_graph(model, {"x": np.array([3], np.float32)})["y"]
     assert y.shape == (2000, 1000) and (y == 3).all()
+
+
+def test_functions_are_written_out_and_the_count_is_never_negative() -> None:
+    model = graph_from_text(
+        """
+        <ir_version: 8, opset_import: ["" : 18, "mine" : 1]>
+        g (float[n] x) => (float[n] y) { y = mine.Three (x) }
+        <domain: "mine", opset_import: ["" : 18]> Three (a) => (d) { b = Neg (a) c = Abs (b) d = Neg (c) }
+        """
+    )
+    outcome = fold(model)
+    assert operators(model) == ["Abs", "Neg", "Neg"]
+    assert (outcome.modified, outcome.coverage.done) == (True, 0)
+    assert run_graph(model, {"x": np.array([1, -2], np.float32)})["y"].tolist() == [-1, -2]
 
 
 def test_a_taken_name_is_not_taken_again() -> None:

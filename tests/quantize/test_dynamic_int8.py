@@ -57,6 +57,7 @@ def test_the_error_is_at_most_what_rounding_explains(form: str, per_channel: boo
 def test_stored_weights_have_a_scale_for_each_column_and_never_the_value_minus_128() -> None:
     weight = uneven(64, 48)
     weight[3, 5] = -np.abs(weight[:, 5]).max() * 2
+    weight[:, 6], weight[3, 6] = 0, -2.6e-43  # its scale is rounded down to the least float32, 186 steps below it
     model = matmul_model(weight)
     quantize(model)
     stored = {name: value.const_value.numpy() for name, value in model.graph.initializers.items() if value.const_value}
@@ -65,7 +66,8 @@ def test_stored_weights_have_a_scale_for_each_column_and_never_the_value_minus_1
     assert stored["weight.scale"].shape == (48,) and stored["weight.scale"].dtype == np.float32
     # Reference: half a step of the column is the farthest that a rounded weight can be.
     back = stored["weight.int8"] * stored["weight.scale"].astype(np.float64)
-    assert (np.abs(back - weight) <= column_scale(weight) / 2 * (1 + 1e-5)).all()
+    moved = np.abs(back - weight) <= column_scale(weight) / 2 * (1 + 1e-5)
+    assert np.delete(moved, 6, axis=1).all()
 
 
 @pytest.mark.parametrize("per_channel", [True, False])

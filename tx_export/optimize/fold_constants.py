@@ -36,7 +36,7 @@ class FoldConstants(GraphPass):
         IdentityEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
         after = _shape_of(model)
-        return Outcome(model, before != after or turned > 0, Coverage(before[0] - after[0], before[0]))
+        return Outcome(model, before != after or turned > 0, Coverage(max(before[0] - after[0], 0), before[0]))
 
 
 def _shape_of(model: ir.Model) -> tuple[int, int]:
