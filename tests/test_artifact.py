@@ -381,6 +381,21 @@ def test_a_graph_that_was_read_from_a_file_may_be_written_over_it(tmp_path: Path
     assert np.array_equal(run_file(tmp_path / "model.onnx", x), run_graph(matmul_model(weight), {"x": x})["y"])
 
 
+def test_a_graph_that_was_read_may_be_written_elsewhere_with_its_weights_inside(tmp_path: Path) -> None:
+    model, _ = weights_graph()
+    write_graph(model, tmp_path / "model.onnx", inline_bytes=1000)
+    read = ir.load(tmp_path / "model.onnx")
+    (tmp_path / "other").mkdir()
+    write_graph(read, tmp_path / "other" / "model.onnx")
+    x = np.ones((1, 64), np.float32)
+    expected = run_graph(model, {"x": x})["y"]
+    assert np.array_equal(
+        open_graph(ir.load(tmp_path / "model.onnx"), Cpu().session(), threads=1)({"x": x})["y"], expected
+    )
+    (tmp_path / "model.onnx.data").unlink()
+    assert np.array_equal(run_file(tmp_path / "other" / "model.onnx", x), expected)
+
+
 def test_the_model_in_memory_is_the_same_after_it_was_written(tmp_path: Path) -> None:
     model, weight = weights_graph()
     write_graph(model, tmp_path / "model.onnx", inline_bytes=1000)

@@ -129,8 +129,11 @@ def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) 
     weights = sum(
         value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
     )
-    external = f"{path.name}.data" if weights > inline_bytes else None
-    ir.save(model, path, external_data=external)
+    if weights > inline_bytes:
+        ir.save(model, path, external_data=f"{path.name}.data")
+    else:
+        ir.external_data.load_to_model(model)  # weights of a graph that was read may still lie in its own data file
+        ir.save(model, path)
 
 
 def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None = None) -> Runner:

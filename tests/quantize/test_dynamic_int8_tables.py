@@ -96,3 +96,15 @@ def test_layers_that_share_a_weight_share_the_stored_one() -> None:
     )
     assert quantize(model).coverage.done == 2
     assert sorted(model.graph.initializers) == ["w.int8", "w.scale"]
+
+
+def test_weights_that_stand_in_a_data_file_are_quantized_too(tmp_path: Path) -> None:
+    table, ids = normal(300, 16), {"ids": np.array([0, 7, 299])}
+    model = graph("int64[n] ids", "float[n, 300] y", {"table": table}, _TIED["MatMul"])
+    write_graph(model, tmp_path / "float.onnx", inline_bytes=1000)
+    read = ir.load(tmp_path / "float.onnx")
+    assert quantize(read).coverage.done == quantize(model).coverage.done == 2
+    write_graph(read, tmp_path / "int8.onnx", inline_bytes=1000)
+    # The same graph, whether its weights were read from a file or made in memory.
+    assert np.array_equal(run(ir.load(tmp_path / "int8.onnx"), ids)["y"], run(model, ids)["y"])
+    assert (tmp_path / "int8.onnx.data").stat().st_size < 0.35 * (tmp_path / "float.onnx.data").stat().st_size
