@@ -27,7 +27,8 @@ def norm_graph(
         f"""
         <ir_version: 8, opset_import: ["" : 18]>
         g ({sides}) => ({outputs})
-        <float[4] gain = {{1.0, 2.0, 0.5, -1.0}}, float[4] shift = {{0.0, 1.0, 0.25, 3.0}}> {{ {body} }}
+        <float[4] gain = {{1.0, 2.0, 0.5, -1.0}}, float[4] shift = {{0.0, 1.0, 0.25, 3.0}},
+         float[1, 4] row = {{1.0, 2.0, 0.5, -1.0}}> {{ {body} }}
         """
     )
 
@@ -126,6 +127,12 @@ _NEAR_MISSES = {
         _OUTPUT,
         "float[b, 3, 4] x, float[b, 3, 4] skip, int64[2] sizes",
         "it normalizes other axes than the last",
+    ),
+    "a gain with two dimensions": (
+        "s = Add (x, skip) y = LayerNormalization <axis = -1> (s, row)",
+        _OUTPUT,
+        "float[b, t, 4] x, float[b, t, 4] skip",
+        "its gain or shift is not one number for each channel",
     ),
     "the mean is read": (
         _POST.replace("y = ", "y, mean = "),

@@ -56,6 +56,9 @@ def _residual_before(norm: ir.Node) -> tuple[ir.Value, ir.Value] | str:
         return "it normalizes other axes than the last"
     if any(output.uses() or output.is_graph_output() for output in norm.outputs[1:]):
         return "its mean is read"
+    # The operator wants one number for each channel, where the norm broadcasts.
+    if any(part is not None and list(part.shape or ()) != list(x.shape or ())[2:] for part in norm.inputs[1:3]):
+        return "its gain or shift is not one number for each channel"
     return x, skip
 
 
