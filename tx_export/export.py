@@ -134,7 +134,7 @@ def export(model: EagerModel, target: Target) -> ir.Model:
     graph: ir.Model = program.model
     ClearMetadataAndDocStringPass()(graph)  # holds the paths of this machine
     _name_ends(graph.graph, model)
-    NameFixPass()(graph)
+    NameFixPass()(graph)  # inputs and outputs keep their names, what else had one of them gets another
     graph.ir_version = target.ir_version
     graph.producer_name, graph.producer_version = "tx-export", None
     return graph
@@ -173,7 +173,7 @@ def _like_forward(model: EagerModel, shapes: tuple[dict[int, torch.export.Dim], 
 
 
 def _name_ends(graph: ir.Graph, model: EagerModel) -> None:
-    """Give inputs and outputs the names of the spec, and everything else names that don't meet them."""
+    """Give inputs and outputs the names of the spec."""
     if len(graph.inputs) != len(model.inputs) or len(graph.outputs) != len(model.outputs):
         raise ExportError(
             f"{model.source}: the graph has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, "
@@ -183,13 +183,13 @@ def _name_ends(graph: ir.Graph, model: EagerModel) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ExportError(f"{model.source}: inputs and outputs must differ in name; given twice: {', '.join(twice)}")
     _separate_outputs(graph)
-    ends = [*graph.inputs, *graph.outputs]
-    inner = [*graph.initializers.values(), *(output for node in graph.all_nodes() for output in node.outputs)]
-    for value in (*ends, *inner):
-        value.metadata_props.clear()
-        if value.name in names and value not in ends:
-            value.name = f"inner.{value.name}"
-    for value, name in zip(ends, names, strict=True):
+    for value in (
+        *graph.inputs,
+        *graph.initializers.values(),
+        *(v for node in graph.all_nodes() for v in node.outputs),
+    ):
+        value.metadata_props.clear()  # what torch.export calls them
+    for value, name in zip((*graph.inputs, *graph.outputs), names, strict=True):
         value.name = name
 
 
