@@ -239,3 +239,15 @@ def test_subgraphs_keep_what_they_read() -> None:
     fold(model)
     for feed, before in zip(feeds, expected, strict=True):
         np.testing.assert_allclose(run_graph(model, feed)["y"], before, rtol=0, atol=6 * 6e-8 * 36)
+
+
+def test_outputs_that_are_equal_keep_their_names_and_their_own_values() -> None:
+    body = "t = Neg (x) y = Identity (t) z = Identity (t) w = Identity (y)"
+    outputs = "float[n] y, float[n] z, float[n] w"
+    model = graph_from_text(f'<ir_version: 8, opset_import: ["" : 18]> g (float[n] x) => ({outputs}) {{ {body} }}')
+    FoldConstants()(model)
+    x = np.arange(3, dtype=np.float32)
+    found = run_graph(model, {"x": x})
+    assert set(found) == {"y", "z", "w"}
+    assert all((array == -x).all() for array in found.values())
+    assert not FoldConstants()(model).modified

@@ -27,7 +27,7 @@ class FoldConstants(GraphPass):
     """Constant folding by onnxscript; a tied weight (read by more than one node) keeps its one stored form."""
 
     def call(self, model: ir.Model) -> Outcome:
-        before = _shape_of(model)
+        before, ends = _shape_of(model), [value.name for value in model.graph.outputs]
         optimize_ir(model, input_size_limit=_FOLDED_BYTES, output_size_limit=_FOLDED_BYTES, should_fold=_not_a_weight)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         DeduplicateInitializersPass(size_limit=1 << 62)(model)
@@ -35,12 +35,27 @@ class FoldConstants(GraphPass):
         turned = sum(_turn(model.graph, node) for node in list(model.graph) if _is_turned_weight(node))
         IdentityEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
+        _part_outputs(model.graph, ends)
         after = _shape_of(model)
         return Outcome(model, before != after or turned > 0, Coverage(max(before[0] - after[0], 0), before[0]))
 
 
 def _shape_of(model: ir.Model) -> tuple[int, int]:
     return len(model.graph), len(model.graph.initializers)
+
+
+def _part_outputs(graph: ir.Graph, names: list[str | None]) -> None:
+    """Give each output its own value and name again, where outputs that are equal became one."""
+    seen: set[ir.Value] = set()
+    for index, (value, name) in enumerate(zip(list(graph.outputs), names, strict=True)):
+        if value in seen:
+            node = ir.Node("", "Identity", [value])
+            graph.append(node)
+            node.outputs[0].dtype, node.outputs[0].shape = value.dtype, value.shape
+            value = graph.outputs[index] = node.outputs[0]
+        if value not in graph.inputs:
+            value.name = name
+        seen.add(value)
 
 
 def _not_a_weight(node: ir.Node) -> bool | None:
