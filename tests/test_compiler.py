@@ -169,7 +169,7 @@ def test_compare_refuses_a_source_with_other_weights(checkpoint: Path, tmp_path:
     folder = build(BuildOptions(source=str(checkpoint), quantize="none", output=tmp_path / "out"))
     other = tiny_bert_folder(tmp_path / "other", pooling=("mean", "normalize"), seed=1)
     with pytest.raises(
-        LoadError, match=r"other weights than the artifact was made from: checkpoint \w+, not checkpoint"
+        UsageError, match=r"other weights than the artifact was made from: checkpoint \w+, not checkpoint"
     ):
         compare(folder, str(other))
 
