@@ -29,7 +29,6 @@ import sys
 import threading
 import time
 import traceback
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ class UsageError(TxExportError):
 # ---- The artifact: a manifest, and files that are what the manifest says they are
 
 _FORMAT = 1
-_NEEDED: dict[str, type] = {
+_KEYS: dict[str, type] = {
     "format_version": int,
     "name": str,
     "task": str,
@@ -91,6 +90,17 @@ _NEEDED: dict[str, type] = {
     "outputs": list,
     "session": dict,
     "files": dict,
+}
+_OPTIONAL_KEYS: dict[str, type] = {"text": dict, "quantized": dict, "verified_on": dict, "verification": dict}
+_TEXT_KEYS: dict[str, type] = {"pad_id": int, "labels": list, "scores": str}
+_SETTINGS_KEYS: dict[str, type] = {
+    "provider": str,
+    "provider_options": dict,
+    "config": dict,
+    "run_config": dict,
+    "large_run_config": dict,
+    "disabled_optimizers": list,
+    "batch_tokens": int,
 }
 
 
@@ -101,11 +111,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     path = folder / "manifest.json"
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such folder; an artifact is a folder with a manifest.json")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        where = f"{folder}: no such folder" if not folder.is_dir() else f"{path}: missing, so this is not an artifact"
-        raise ArtifactError(where) from error
+        raise ArtifactError(f"{path}: missing, so this is not an artifact") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: can't be read: {error}") from error
     _check_keys(path, manifest)
@@ -122,23 +133,37 @@ def _check_keys(path: Path, manifest: Any) -> None:
     version = manifest.get("format_version")
     if version != _FORMAT:
         raise ArtifactError(f"{path}: format_version is {version!r}; this program reads {_FORMAT}")
-    for key, kind in _NEEDED.items():
-        if not isinstance(manifest.get(key), kind):
-            raise ArtifactError(f"{path}: key {key!r} is missing or not a {kind.__name__}")
-    text, settings = manifest.get("text"), manifest["session"]
-    if text is not None and not (isinstance(text, dict) and isinstance(text.get("max_length"), int)):
-        raise ArtifactError(f"{path}: key 'text' is neither null nor an object with max_length")
-    for needed in ("model.onnx",) if text is None else ("model.onnx", "tokenizer.json"):
-        if needed not in manifest["files"]:
-            raise ArtifactError(f"{path}: lists no file {needed}")
-    if not settings or not all(isinstance(item, dict) and "provider" in item for item in settings.values()):
-        raise ArtifactError(f"{path}: key 'session' has no settings for a provider")
+    _check_types(path, manifest, _KEYS, needed=tuple(_KEYS))
+    _check_types(path, manifest, _OPTIONAL_KEYS)
+    text = manifest.get("text")
+    for name in ("model.onnx",) if text is None else ("model.onnx", "tokenizer.json"):
+        if name not in manifest["files"]:
+            raise ArtifactError(f"{path}: lists no file {name}")
+    for settings in manifest["session"].values() or [None]:
+        if not isinstance(settings, dict):
+            raise ArtifactError(f"{path}: key 'session' has no settings for a provider")
+        _check_types(path, settings, _SETTINGS_KEYS, needed=("provider",))
     try:
         tensors = [_Tensor.parse(item) for item in manifest["inputs"] + manifest["outputs"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path}: an input or output can't be read: {error!r}") from error
-    if text is not None and not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in tensors):
-        raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
+    if not manifest["outputs"]:
+        raise ArtifactError(f"{path}: has no outputs")
+    if text is not None:
+        _check_types(path, text, _TEXT_KEYS)
+        if not all(isinstance(label, str) for label in text.get("labels") or ()):
+            raise ArtifactError(f"{path}: a label is not a str")
+        if not isinstance(text.get("max_length"), int) or text["max_length"] < 1:
+            raise ArtifactError(f"{path}: key 'text' has no max_length from 1 up")
+        if not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in tensors):
+            raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
+
+
+def _check_types(path: Path, found: Mapping[str, Any], keys: Mapping[str, type], needed: Sequence[str] = ()) -> None:
+    for key, kind in keys.items():
+        value = found.get(key)
+        if not isinstance(value, kind) and (key in needed or value is not None):
+            raise ArtifactError(f"{path}: key {key!r} is missing or not a {kind.__name__}")
 
 
 def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
@@ -151,8 +176,11 @@ def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise ArtifactError(f"{path}: has {size} bytes where the manifest says {expected['bytes']}")
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ArtifactError(f"{path}: can't be read: {error.strerror}") from error
         if found != expected["sha256"]:
             raise ArtifactError(f"{path}: damaged or changed; its sha256 is not the one in the manifest")
 
@@ -317,16 +345,16 @@ class _Sessions:
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], provider: str, threads: int) -> None:
         self.settings = _settings(manifest, provider)
-        self.batch_tokens = int(self.settings.get("batch_tokens", 256))
+        self.batch_tokens: int = self.settings.get("batch_tokens") or 256
         self._open = functools.partial(
             _open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
         )
         self._lock = threading.Lock()
         self._by_threads: dict[int, Any] = {threads: self._open(threads)}
         onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
-        usual = self.settings.get("run_config", {})
+        usual = self.settings.get("run_config") or {}
         self._usual = _run_options(onnxruntime, usual)
-        self._large = _run_options(onnxruntime, usual | self.settings.get("large_run_config", {}))
+        self._large = _run_options(onnxruntime, usual | (self.settings.get("large_run_config") or {}))
 
     def run(self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs by name. A run of more positions than a batch of texts has gives its memory back when it is done."""
@@ -384,8 +412,8 @@ def _open_session(model: Path, least: str, provider: str, settings: Mapping[str,
         session = onnxruntime.InferenceSession(
             str(model),
             _session_options(onnxruntime, settings, threads),
-            providers=[(wanted, {key: str(value) for key, value in settings.get("provider_options", {}).items()})],
-            disabled_optimizers=list(settings.get("disabled_optimizers", ())),
+            providers=[(wanted, {key: str(value) for key, value in (settings.get("provider_options") or {}).items()})],
+            disabled_optimizers=settings.get("disabled_optimizers"),
             enable_fallback=0,
         )
     except Exception as error:
@@ -408,7 +436,7 @@ def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int
     levels = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
     level = levels.get(settings.get("graph_optimization", "all"), "ORT_DISABLE_ALL")
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-    for key, value in settings.get("config", {}).items():
+    for key, value in (settings.get("config") or {}).items():
         options.add_session_config_entry(key, str(value))
     return options
 
@@ -454,9 +482,11 @@ class _Tensor:
 
     @classmethod
     def parse(cls, item: Mapping[str, Any]) -> _Tensor:
-        low, high = item.get("range") or (None, None)
         dims = tuple(_parse_dim(dim) for dim in item["dims"])
-        return cls(item["name"], np.dtype(item["dtype"]), dims, low, high)
+        low, high = item.get("range") or (None, None)
+        if not all(value is None or isinstance(value, (int, float)) for value in (low, high)):
+            raise ValueError(f"range {low!r}, {high!r}")
+        return cls(str(item["name"]), np.dtype(str(item["dtype"])), dims, low, high)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.dtype}[{','.join(str(dim) for dim in self.dims)}]"
@@ -501,14 +531,18 @@ def _convert(tensor: _Tensor, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise TxExportError(f"input {tensor.name!r}: {_first_line(error)}; expected {tensor}") from error
-    accepted = "biuf" if tensor.dtype.kind == "f" else "biu"
-    if array.dtype.kind not in accepted and array.size:
-        words = {"biuf": "any float, integer or bool", "biu": "bool and any integer"}[accepted]
+    if array.dtype == tensor.dtype:
+        return np.asarray(array, order="C")
+    kinds, words = (
+        ("biuf", "any float, integer or bool") if tensor.dtype.kind == "f" else ("biu", "bool and any integer")
+    )
+    if array.dtype.kind not in kinds and array.size:
         raise TxExportError(f"input {tensor.name!r}: dtype {array.dtype} given; accepted: {words} (for {tensor})")
     with np.errstate(all="ignore"):
-        converted = np.ascontiguousarray(array, dtype=tensor.dtype).reshape(array.shape)
-    exact = array.dtype.kind == "f" or np.array_equal(converted, array)
-    if not exact or (array.dtype.kind == "f" and not np.array_equal(np.isfinite(converted), np.isfinite(array))):
+        converted = np.asarray(array, dtype=tensor.dtype, order="C")
+    # Floats may be rounded, but not become infinite; everything else is kept exactly.
+    kept = np.isfinite if array.dtype.kind == "f" else np.asarray
+    if not np.array_equal(kept(converted), kept(array)):
         raise TxExportError(f"input {tensor.name!r}: {array.dtype} values don't fit into {tensor.dtype}")
     return converted
 
@@ -533,8 +567,8 @@ def _check_shape(tensor: _Tensor, array: np.ndarray, owners: dict[str, tuple[int
 def _check_range(tensor: _Tensor, array: np.ndarray) -> None:
     if tensor.low is None or tensor.high is None or not array.size:
         return
-    fine = (array >= tensor.low) & (array <= tensor.high)
-    if not fine.all():
+    if not (array.min() >= tensor.low and array.max() <= tensor.high):
+        fine = (array >= tensor.low) & (array <= tensor.high)
         place = tuple(int(index) for index in np.argwhere(~fine)[0])
         names = ("row", "position", "channel")
         where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))
@@ -564,7 +598,8 @@ class _Tokenizer:
             import tokenizers
         except ImportError as error:
             raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
-        self.max_length, self.pad_id = int(text["max_length"]), int(text.get("pad_id") or 0)
+        self.max_length: int = text["max_length"]
+        self.pad_id: int = text.get("pad_id") or 0
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             self._tokenizer.no_padding()
@@ -643,6 +678,8 @@ def _scores(kind: str, logits: np.ndarray) -> np.ndarray:
 
 
 def _classify(logits: np.ndarray, labels: Sequence[str], kind: str) -> Result:
+    if logits.ndim != 1:
+        raise ArtifactError(f"a text-classification gives one score for each label, not shape {list(logits.shape)}")
     scores = _scores(kind, logits)
     best = int(scores.argmax())
     names = _label_names(labels, len(scores))
@@ -657,6 +694,8 @@ def _label_names(labels: Sequence[str], count: int) -> list[str]:
 
 
 def _label_tokens(logits: np.ndarray, row: _Row, labels: Sequence[str]) -> Result:
+    if logits.shape[:-1] != (len(row.ids),):
+        raise ArtifactError(f"a token-classification gives scores for each token, not shape {list(logits.shape)}")
     names = _label_names(labels, logits.shape[-1])
     kept = [place for place, special in enumerate(row.encoding.special_tokens_mask) if not special]
     best, tokens = logits.argmax(axis=-1), row.encoding.tokens
@@ -718,7 +757,11 @@ class Model:
         return self._run(self.threads, arrays)
 
     def _run(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return self._sessions.run(threads, [tensor.name for tensor in self.outputs], arrays)
+        found = self._sessions.run(threads, [tensor.name for tensor in self.outputs], arrays)
+        for tensor in self.outputs:
+            if found[tensor.name].ndim != len(tensor.dims):
+                raise ArtifactError(f"output {tensor}: the graph gives shape {list(found[tensor.name].shape)}")
+        return found
 
     def _empty(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         batch = _batch_name(self)
@@ -768,13 +811,9 @@ class Model:
             pool.shutdown(cancel_futures=True)
 
     def _run_rows(self, threads: int, rows: Sequence[_Row]) -> dict[int, Result]:
-        """Results by the text's index; a value that isn't finite is an error, never an answer."""
+        """Results by the text's index."""
         arrays, _ = _check_feeds(self.inputs, self._feeds(rows))
         outputs = self._run(threads, arrays)
-        for name, array in outputs.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                indices = ", ".join(str(row.index) for row in rows)
-                raise TxExportError(f"output {name!r}: not finite for text {indices}")
         return {row.index: self._result(row, place, outputs) for place, row in enumerate(rows)}
 
     def _feeds(self, rows: Sequence[_Row]) -> dict[str, np.ndarray]:
@@ -790,8 +829,12 @@ class Model:
         return {tensor.name: feeds[tensor.name] for tensor in self.inputs if tensor.name in feeds}
 
     def _result(self, row: _Row, place: int, outputs: Mapping[str, np.ndarray]) -> Result:
+        """The JSON of one text; a value that isn't finite is an error, never an answer."""
         task, labels = self.manifest["task"], self._text.get("labels") or ()
         own = {tensor.name: self._own(tensor, outputs[tensor.name], row, place) for tensor in self.outputs}
+        for name, array in own.items():
+            if not np.isfinite(array).all():
+                raise TxExportError(f"text {row.index}: output {name!r} is not finite")
         main = own[self.outputs[0].name]
         if task == "text-classification":
             result = _classify(main, labels, self._text.get("scores", "softmax"))
@@ -846,17 +889,17 @@ def self_test(model: Model) -> dict[str, Any]:
     "non_finite", "agrees", "limit"}}}; an infinite ratio is None. Non-finite values never agree.
     """
     limits = (model.manifest.get("verification") or {}).get("self_test")
-    if not isinstance(limits, dict) or "samples.npz" not in model.manifest["files"]:
+    if not isinstance(limits, dict) or not limits or "samples.npz" not in model.manifest["files"]:
         raise ArtifactError(f"{model.folder}: has no samples.npz with limits, so there is nothing to test")
     cases = _read_samples(model.folder / "samples.npz")
     differences: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for case in cases:
         found = model.run_arrays(case["input"])
         for tensor in model.outputs:
-            name, expected = tensor.name, case["output"][tensor.name]
+            name, expected = tensor.name, case["output"].get(tensor.name, np.zeros(0))
             if found[name].shape != expected.shape:
-                where = f"{model.folder / 'samples.npz'}: output {name!r}"
-                raise ArtifactError(f"{where} has shape {found[name].shape}, not {expected.shape}")
+                shapes = f"has shape {list(found[name].shape)}, not {list(expected.shape)}"
+                raise ArtifactError(f"{model.folder / 'samples.npz'}: output {name!r} {shapes}")
             real = _real_positions(model, tensor, case["input"], expected)
             differences.setdefault(name, []).append((found[name][real].ravel(), expected[real].ravel()))
     outputs = {name: _agreement(pairs, limits.get(name, limits)) for name, pairs in differences.items()}
@@ -880,7 +923,7 @@ def _read_samples(path: Path) -> list[dict[str, dict[str, np.ndarray]]]:
                 kind, _, name = rest.partition("/")
                 if kind in ("input", "output"):
                     cases.setdefault(case, {"input": {}, "output": {}})[kind][name] = archive[key]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile, zlib and numpy have many ways to say that a file is damaged
         raise ArtifactError(f"{path}: can't be read: {_first_line(error)}") from error
     if not cases:
         raise ArtifactError(f"{path}: holds no samples")
@@ -906,7 +949,7 @@ def _agreement(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limit: Mapping[st
     sqnr = math.inf if noise == 0 else 10 * math.log10(max(float((expected**2).sum()), 1e-300) / noise)
     report["max_abs"] = float(np.abs(found - expected).max())
     report["sqnr_db"] = sqnr if math.isfinite(sqnr) else None
-    report["agrees"] = sqnr >= limit.get("sqnr_db", math.inf) or report["max_abs"] <= limit.get("max_abs", -1.0)
+    report["agrees"] = sqnr >= limit.get("sqnr_db", math.inf) or report["max_abs"] <= limit.get("max_abs", 0.0)
     return report
 
 
@@ -1096,6 +1139,8 @@ def _is_piped() -> bool:
     """Whether standard input holds something to read: a pipe, file or socket, not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
+    except io.UnsupportedOperation:
+        return True  # a program that calls us has put something in its place
     except (AttributeError, OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)

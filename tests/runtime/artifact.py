@@ -31,7 +31,8 @@ def logits(ids: Any, mask: Any, types: Any = 0, head: np.ndarray = HEAD) -> np.n
     """The reference, in NumPy: [batch, labels]."""
     hidden = (TABLE[np.asarray(ids)] + TYPES[types]).astype(np.float64)  # [batch, tokens, width]
     kept = np.asarray(mask)[..., None]
-    return np.asarray((hidden * kept).sum(1) / np.maximum(kept.sum(1), 1) @ head)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((hidden * kept).sum(1) / np.maximum(kept.sum(1), 1) @ head)
 
 
 def softmax(values: np.ndarray) -> np.ndarray:

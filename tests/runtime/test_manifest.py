@@ -60,9 +60,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({"inputs": None}, "key 'inputs' is missing or not a list"),
         ({"inputs": [{"name": "x", "dtype": "int64", "dims": ["a b"]}]}, "an input or output can't be read"),
         ({"inputs": [{"name": "x", "dtype": "int64", "dims": ["n"]}]}, "takes text, but has no input_ids"),
-        ({"text": {"labels": []}}, "key 'text' is neither null nor an object with max_length"),
+        ({"text": {"labels": []}}, "key 'text' has no max_length from 1 up"),
+        ({"text": {"max_length": 0}}, "key 'text' has no max_length from 1 up"),
+        ({"text": {"max_length": 8, "labels": "ab"}}, "key 'labels' is missing or not a list"),
         ({"session": {}}, "key 'session' has no settings"),
         ({"session": {"cpu": 5}}, "key 'session' has no settings"),
+        ({"session": {"cpu": {}}}, "key 'provider' is missing or not a str"),
+        ({"session": {"cpu": {"provider": "x", "config": 5}}}, "key 'config' is missing or not a dict"),
+        ({"outputs": []}, "has no outputs"),
+        ({"text": {"max_length": 8, "labels": [1]}}, "a label is not a str"),
+        ({"quantized": 3}, "key 'quantized' is missing or not a dict"),
+        ({"outputs": [{"name": "x", "dtype": "int64", "dims": [2], "range": ["a", 1]}]}, "an input or output can't"),
         ({"files": {"manifest.txt": {}}}, "lists no file model.onnx"),
         ({"files": {"model.onnx": 1, "tokenizer.json": 1}}, "has no bytes and sha256 for model.onnx"),
     ],
@@ -124,7 +132,7 @@ def test_weights_in_a_file_that_is_not_the_artifacts_are_refused(
     tmp_path: Path, location: str, inside_if: bool
 ) -> None:
     (tmp_path / "secret.bin").write_bytes(bytes(8))
-    folder = make_artifact(tmp_path / "a", text=None, inputs=[], outputs=[])
+    folder = make_artifact(tmp_path / "a", text=None, inputs=[])
     _external_model(folder / "model.onnx", location, inside_if)
     seal(folder)
     with pytest.raises(ArtifactError, match=rf"model\.onnx: its weights are in '{location}'"):

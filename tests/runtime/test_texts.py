@@ -287,7 +287,7 @@ def test_a_graph_without_token_types_gets_none_and_one_without_a_tokenizer_of_th
 
 def test_an_answer_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     broken = Model(make_artifact(tmp_path / "a", head=np.full((8, 2), np.inf, np.float32)), threads=1)
-    with pytest.raises(TxExportError, match="output 'logits': not finite for text 0"):
+    with pytest.raises(TxExportError, match="text 0: output 'logits' is not finite"):
         broken(["good"])
 
 
@@ -295,3 +295,16 @@ def test_a_wrong_number_of_labels_is_an_error(tmp_path: Path) -> None:
     text = {"max_length": LIMIT, "labels": ["only"]}
     with pytest.raises(TxExportError, match="has 1 labels for 2 scores"):
         Model(make_artifact(tmp_path / "a", text=text), threads=1)(["good"])
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
+def test_a_graph_of_another_task_than_the_manifest_says_is_an_error(tmp_path: Path, task: str) -> None:
+    folder = make_artifact(tmp_path / "a", per_token=task == "text-classification", task=task)
+    with pytest.raises(TxExportError, match=f"a {task} gives .* for each (label|token), not shape "):
+        Model(folder, threads=1)(["good"])
+
+
+def test_an_output_of_another_rank_than_declared_is_an_error(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "a", outputs=[{"name": "logits", "dtype": "float32", "dims": ["batch", 2, 1]}])
+    with pytest.raises(TxExportError, match=r"output logits:float32\[batch,2,1\]: the graph gives shape \[1, 2\]"):
+        Model(folder, threads=1)(["good"])
