@@ -20,6 +20,7 @@ from tx_export import plugins
 from tx_export._load_fit import build_seeded, fill, matched
 from tx_export._load_text import bounded
 from tx_export._load_weights import read_weights
+from tx_export._slow_path import slow_path
 from tx_export.errors import LoadError, PluginError, TxExportError
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
@@ -130,7 +131,7 @@ def _find_outputs(
     runs = []
     for sizes in _SIZES:
         named = _named_sizes(inputs, sizes)
-        with _foreign(f"{reference}: running it on a small input"), torch.no_grad(), _without_fast_path():
+        with _foreign(f"{reference}: running it on a small input"), torch.no_grad(), slow_path():
             runs.append((named, module(*(_example(spec, named) for spec in inputs))))
     (first, outputs), (second, again) = runs
     shapes, shapes_again = _named_outputs(outputs), _named_outputs(again)
@@ -202,17 +203,6 @@ def _state_hash(module: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """The stock encoder's fast path fails on empty rows; the global switch is put back."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tx_export._grid import Case
+from tx_export._slow_path import slow_path
 from tx_export.errors import LoadError
 from tx_export.spec import EagerModel
 
@@ -32,7 +32,7 @@ def eager_runner(model: EagerModel, module: nn.Module | None = None) -> Runner:
         import torch
 
         try:
-            with torch.inference_mode(), _fast_path_off():
+            with torch.inference_mode(), slow_path():
                 found = chosen(*(torch.from_numpy(np.ascontiguousarray(feeds[spec.name])) for spec in model.inputs))
         except Exception as error:
             sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
@@ -45,19 +45,6 @@ def eager_runner(model: EagerModel, module: nn.Module | None = None) -> Runner:
         return {spec.name: array.cpu().numpy() for spec, array in zip(model.outputs, arrays, strict=True)}
 
     return run
-
-
-@contextmanager
-def _fast_path_off() -> Iterator[None]:
-    """The fast path of torch's own encoder is another program, and raises on a batch of empty rows."""
-    from torch.backends import mha
-
-    was = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(was)
 
 
 class Reference:

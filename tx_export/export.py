@@ -19,6 +19,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
 from torch import nn
 
+from tx_export._slow_path import slow_path
 from tx_export.errors import ExportError
 from tx_export.models.parts.attention import Ops, emitting
 from tx_export.spec import Dim, EagerModel, TensorSpec
@@ -117,7 +118,7 @@ def export(model: EagerModel, target: Target) -> ir.Model:
         {axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim) and dim.name in dims}
         for spec in model.inputs
     )
-    with _quiet(), _slow_path(), _evaluating(model.module), torch.no_grad(), emitting(target.ops):
+    with _quiet(), slow_path(), _evaluating(model.module), torch.no_grad(), emitting(target.ops):
         try:
             program = torch.onnx.export(
                 model.module,
@@ -237,14 +238,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-@contextmanager
-def _slow_path() -> Iterator[None]:
-    """The fused inference path of nn.TransformerEncoder can't be exported."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import Literal
 
@@ -32,8 +33,8 @@ class FeedForward(nn.Module):
         return out
 
 
-class PostNormLayer(nn.Module):
-    """x = norm(x + attention(x)); x = norm(x + feed_forward(x))."""
+class _Layer(nn.Module, abc.ABC):
+    """What both orders of norm and residual are made of."""
 
     def __init__(
         self, attention: MultiHeadAttention, feed_forward: nn.Module, d_model: int, epsilon: float, dropout: float
@@ -43,6 +44,14 @@ class PostNormLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(d_model, eps=epsilon)
         self.feed_forward_norm = nn.LayerNorm(d_model, eps=epsilon)
         self.dropout = nn.Dropout(dropout)
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
+        """Hidden states [B, T, d_model] in and out."""
+
+
+class PostNormLayer(_Layer):
+    """x = norm(x + attention(x)); x = norm(x + feed_forward(x))."""
 
     def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, x, mask)))
@@ -50,17 +59,8 @@ class PostNormLayer(nn.Module):
         return out
 
 
-class PreNormLayer(nn.Module):
+class PreNormLayer(_Layer):
     """x = x + attention(norm(x)); x = x + feed_forward(norm(x))."""
-
-    def __init__(
-        self, attention: MultiHeadAttention, feed_forward: nn.Module, d_model: int, epsilon: float, dropout: float
-    ) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = attention, feed_forward
-        self.attention_norm = nn.LayerNorm(d_model, eps=epsilon)
-        self.feed_forward_norm = nn.LayerNorm(d_model, eps=epsilon)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
         normed = self.attention_norm(x)

@@ -51,7 +51,7 @@ def _part_outputs(graph: ir.Graph, names: list[str | None]) -> None:
         if value in seen:
             node = ir.Node("", "Identity", [value])
             graph.append(node)
-            node.outputs[0].dtype, node.outputs[0].shape = value.dtype, value.shape
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
             value = graph.outputs[index] = node.outputs[0]
         if value not in graph.inputs:
             value.name = name

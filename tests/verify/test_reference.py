@@ -17,20 +17,9 @@ from tx_export.spec import EagerModel
 from tx_export.testing import eager_model, tiny_classifier, tiny_embedder
 from tx_export.verify import Judge, Runner, eager_runner
 
-Array = NDArray[Any]
+from .lines import LINES
 
-_LINES = (
-    "a nice film",
-    "what a waste of an evening, and of a good cast",
-    "the soup was cold",
-    "nobody in the village could say who had built the tower",
-    "is there a bus to the airport on sundays?",
-    "it rains",
-    "two hours passed like ten minutes",
-    "i would rather watch paint dry",
-    "great value, quick delivery",
-    "the clock in the hall strikes thirteen",
-)
+Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +30,7 @@ def classifier() -> EagerModel:
 @pytest.fixture(scope="module")
 def judge(classifier: EagerModel) -> Judge:
     """For exact checks only: lossy ones widen what later ones may cause."""
-    return Judge(classifier, _LINES)
+    return Judge(classifier, LINES)
 
 
 def test_an_empty_row_has_no_oracle_where_padding_is_promised_on_the_right_only() -> None:
@@ -57,7 +46,7 @@ def test_an_empty_row_has_no_oracle_where_padding_is_promised_on_the_right_only(
         return run
 
     with pytest.raises(BudgetError, match=r"off by .* empty mask"):
-        Judge(ours, _LINES).check_exact("export", other_on_empty_rows(0.25))
+        Judge(ours, LINES).check_exact("export", other_on_empty_rows(0.25))
     Judge(theirs).check_exact("export", other_on_empty_rows(0.25))
     with pytest.raises(BudgetError, match=r"non-finite values"):
         Judge(theirs).check_exact("export", other_on_empty_rows(np.nan))
@@ -168,7 +157,7 @@ def test_small_outputs_are_held_to_decibels() -> None:
     with pytest.raises(
         BudgetError, match=r"export: output 'embedding': sqnr_db 80\.9\d? is less than 90, worst in case"
     ):
-        Judge(model, _LINES).check_exact("export", off)
+        Judge(model, LINES).check_exact("export", off)
 
 
 def test_the_exported_module_is_the_reference_of_fidelity(classifier: EagerModel) -> None:
@@ -176,7 +165,7 @@ def test_the_exported_module_is_the_reference_of_fidelity(classifier: EagerModel
     output: Any = pruned.get_submodule("encoder.layers.0.attention.output")
     with torch.no_grad():
         output.weight[:, :4] = 0
-    judge, runner = Judge(classifier, _LINES), eager_runner(classifier, pruned)
+    judge, runner = Judge(classifier, LINES), eager_runner(classifier, pruned)
     judge.check_exact("fuse_gelu", runner, pruned)
     with pytest.raises(BudgetError, match=r"fuse_gelu"):
         judge.check_exact("fuse_gelu", runner)
@@ -212,4 +201,4 @@ def test_eager_that_raises_is_an_error_with_the_shapes() -> None:
     runner = eager_runner(tiny_embedder())
     model.module.register_forward_pre_hook(short)
     with pytest.raises(LoadError, match=r"tiny: eager fails with input_ids \[1, 32\].*IndexError: index out of range"):
-        Judge(model, _LINES).check_exact("export", runner)
+        Judge(model, LINES).check_exact("export", runner)

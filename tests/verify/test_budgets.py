@@ -20,20 +20,9 @@ from tx_export.spec import EagerModel
 from tx_export.testing import eager_model, tiny_classifier, tiny_embedder
 from tx_export.verify import Judge, Runner, Step, check_accuracy, compare, eager_runner, read_rows, text_feeds
 
-Array = NDArray[Any]
+from .lines import LINES
 
-_LINES = (
-    "a nice film",
-    "what a waste of an evening, and of a good cast",
-    "the soup was cold",
-    "nobody in the village could say who had built the tower",
-    "is there a bus to the airport on sundays?",
-    "it rains",
-    "two hours passed like ten minutes",
-    "i would rather watch paint dry",
-    "great value, quick delivery",
-    "the clock in the hall strikes thirteen",
-)
+Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +43,25 @@ def noisy(model: EagerModel, decibels: float) -> Runner:
 
 
 def test_drift_is_measured_in_decibels_and_held_to_the_budget(classifier: EagerModel) -> None:
-    record = Judge(classifier, _LINES).check_lossy("dynamic_int8", noisy(classifier, 20), Budget(sqnr_db=19.9))
+    record = Judge(classifier, LINES).check_lossy("dynamic_int8", noisy(classifier, 20), Budget(sqnr_db=19.9))
     # float32 rounds an output by at most 6e-8 of it: 20 log10(1 + 6e-8 / 0.1) is below 1e-5 dB.
     assert record["outputs"]["logits"]["sqnr_db"] == pytest.approx(20, abs=1e-5)
     assert (record["kind"], record["budget"]) == ("drift", "sqnr_db=19.9")
     with pytest.raises(
         BudgetError, match=r"dynamic_int8: output 'logits': sqnr_db 20 is less than 20.1, worst in case .* text at"
     ):
-        Judge(classifier, _LINES).check_lossy("dynamic_int8", noisy(classifier, 20), Budget(sqnr_db=20.1))
+        Judge(classifier, LINES).check_lossy("dynamic_int8", noisy(classifier, 20), Budget(sqnr_db=20.1))
 
 
 def test_a_budget_of_the_user_replaces_that_of_the_pass(classifier: EagerModel) -> None:
     loose, strict = Budget(sqnr_db=60), Budget(sqnr_db=10)
-    Judge(classifier, _LINES, override=strict).check_lossy("float16", noisy(classifier, 20), loose)
+    Judge(classifier, LINES, override=strict).check_lossy("float16", noisy(classifier, 20), loose)
     with pytest.raises(BudgetError, match=r"less than 60"):
-        Judge(classifier, _LINES, override=loose).check_lossy("dynamic_int8", noisy(classifier, 20), strict)
+        Judge(classifier, LINES, override=loose).check_lossy("dynamic_int8", noisy(classifier, 20), strict)
 
 
 def test_a_later_pass_may_keep_what_an_earlier_one_was_allowed_to_lose(classifier: EagerModel) -> None:
-    judge = Judge(classifier, _LINES)
+    judge = Judge(classifier, LINES)
     judge.check_lossy("dynamic_int8", noisy(classifier, 20), Budget(sqnr_db=10))
     judge.check_lossy("float16", noisy(classifier, 20), Budget(sqnr_db=40))
     with pytest.raises(BudgetError, match=r"float16: .* less than 10"):
@@ -89,7 +78,7 @@ def test_a_lossy_step_is_hunted_for_non_finite_values_on_the_grid(classifier: Ea
     with pytest.raises(
         BudgetError, match=r"float16: .* \(eager 0, here 50\), the first in case 5x17 full mask at \[0, 0\]: inf"
     ):
-        Judge(classifier, _LINES).check_lossy("float16", overflowing, Budget())
+        Judge(classifier, LINES).check_lossy("float16", overflowing, Budget())
 
 
 def per_tensor_int8(model: EagerModel) -> Runner:
@@ -107,12 +96,12 @@ def per_tensor_int8(model: EagerModel) -> Runner:
 
 def test_b110_b111_what_depends_on_mates_and_padding_is_reported_and_can_be_bounded(classifier: EagerModel) -> None:
     runner = per_tensor_int8(classifier)
-    record = Judge(classifier, _LINES).check_lossy("dynamic_int8", runner, Budget(sqnr_db=10))
+    record = Judge(classifier, LINES).check_lossy("dynamic_int8", runner, Budget(sqnr_db=10))
     # fp32 itself changes by a few 1e-7; one scale of 8 bits moves an activation of about 1 by up to 1 / 254.
     assert 1e-5 < record["invariance"]["batch"] < 1
     assert 1e-6 < record["invariance"]["padding"] < 1
     with pytest.raises(BudgetError, match=r"dynamic_int8: invariance_db .* is less than 90 for a row when it"):
-        Judge(classifier, _LINES).check_lossy("dynamic_int8", runner, Budget(invariance_db=90))
+        Judge(classifier, LINES).check_lossy("dynamic_int8", runner, Budget(invariance_db=90))
 
 
 class _Centred(nn.Module):
@@ -160,14 +149,14 @@ def test_compare_names_the_first_step_outside_its_budget(classifier: EagerModel)
         Step("fuse_gelu", bad),
         Step("dynamic_int8", bad, Budget(sqnr_db=200)),
     ]
-    found = compare(classifier, steps, _LINES)
+    found = compare(classifier, steps, LINES)
     assert found.failure is not None
     assert found.failure.startswith("pack_qkv: output 'logits' is off by")
     assert found.to_json()["verdict"] == "fail"
 
 
 def test_compare_prints_the_json_of_the_contract(classifier: EagerModel) -> None:
-    found = compare(classifier, [Step("artifact", eager_runner(classifier))], _LINES)
+    found = compare(classifier, [Step("artifact", eager_runner(classifier))], LINES)
     report = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert (found.failure, report["verdict"]) == (None, "pass")
     assert set(report) == {"verdict", "outputs", "invariance", "cases"}
@@ -182,9 +171,9 @@ def test_compare_prints_the_json_of_the_contract(classifier: EagerModel) -> None
 def test_b259_compare_fails_and_counts_non_finite_values_of_both_sides(classifier: EagerModel) -> None:
     model = tiny_classifier()
     spoil(model, torch.nan)
-    both = compare(model, [Step("artifact", eager_runner(model))], _LINES).to_json()
+    both = compare(model, [Step("artifact", eager_runner(model))], LINES).to_json()
     assert both["verdict"] == "fail"
-    one = compare(classifier, [Step("artifact", eager_runner(model))], _LINES).to_json()
+    one = compare(classifier, [Step("artifact", eager_runner(model))], LINES).to_json()
     assert one["verdict"] == "fail"
     assert both["outputs"]["logits"]["non_finite"] == 2 * one["outputs"]["logits"]["non_finite"] > 0
 
@@ -193,7 +182,7 @@ def test_compare_of_an_artifact_that_fails_to_run_fails(classifier: EagerModel) 
     def broken(feeds: Mapping[str, Array]) -> dict[str, Array]:
         raise RuntimeError("no kernel")
 
-    found = compare(classifier, [Step("artifact", broken)], _LINES)
+    found = compare(classifier, [Step("artifact", broken)], LINES)
     assert found.failure == "artifact: fails in case 1x1 full mask: no kernel"
     assert found.to_json() == {
         "verdict": "fail",
@@ -205,9 +194,9 @@ def test_compare_of_an_artifact_that_fails_to_run_fails(classifier: EagerModel) 
 
 def test_a_budget_that_can_not_be_measured_is_refused(classifier: EagerModel) -> None:
     with pytest.raises(PluginError, match=r"agreement needs logits; the outputs are embedding"):
-        Judge(tiny_embedder(), _LINES, override=Budget(agreement=0.9))
+        Judge(tiny_embedder(), LINES, override=Budget(agreement=0.9))
     with pytest.raises(PluginError, match=r"accuracy needs labelled text \(--eval FILE\)"):
-        Judge(classifier, _LINES, override=Budget(accuracy=0.9))
+        Judge(classifier, LINES, override=Budget(accuracy=0.9))
 
 
 def test_accuracy_counts_right_rows_in_their_own_order() -> None:
@@ -215,15 +204,15 @@ def test_accuracy_counts_right_rows_in_their_own_order() -> None:
     assert classifier.text is not None
     eager, labels = eager_runner(classifier), classifier.text.labels
     # Reference: every line alone, by its own largest logit; the rows are then labelled so that one of ten is wrong.
-    own = [labels[int(eager(text_feeds(classifier, [line])[0])["logits"].argmax())] for line in _LINES]
+    own = [labels[int(eager(text_feeds(classifier, [line])[0])["logits"].argmax())] for line in LINES]
     assert set(own) == set(labels)
     wrong = [labels[1 - labels.index(own[0])], *own[1:]]
     flipped: Runner = lambda feeds: {"logits": -eager(feeds)["logits"]}  # noqa: E731
-    found = check_accuracy(classifier, flipped, list(zip(wrong, _LINES, strict=True)))
+    found = check_accuracy(classifier, flipped, list(zip(wrong, LINES, strict=True)))
     assert (found.eager, found.artifact, found.agreement, found.rows) == (0.9, 0.1, 0.0, 10)
-    rows = list(zip(own, _LINES, strict=True))
+    rows = list(zip(own, LINES, strict=True))
     with pytest.raises(BudgetError, match=r"accuracy 0 is less than 0.5; eager has 1"):
-        Judge(classifier, _LINES, Budget(accuracy=0.5), rows).check_lossy("dynamic_int8", flipped, Budget())
+        Judge(classifier, LINES, Budget(accuracy=0.5), rows).check_lossy("dynamic_int8", flipped, Budget())
 
 
 def test_rows_of_labelled_text_are_read_or_refused_with_their_line(tmp_path: Path, classifier: EagerModel) -> None:

@@ -21,20 +21,9 @@ from tx_export.spec import EagerModel
 from tx_export.testing import eager_model, tiny_classifier, tiny_embedder
 from tx_export.verify import Judge, Runner, Step, eager_runner
 
-Array = NDArray[Any]
+from .lines import LINES
 
-_LINES = (
-    "a nice film",
-    "what a waste of an evening, and of a good cast",
-    "the soup was cold",
-    "nobody in the village could say who had built the tower",
-    "is there a bus to the airport on sundays?",
-    "it rains",
-    "two hours passed like ten minutes",
-    "i would rather watch paint dry",
-    "great value, quick delivery",
-    "the clock in the hall strikes thirteen",
-)
+Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +34,7 @@ def classifier() -> EagerModel:
 @pytest.fixture(scope="module")
 def judge(classifier: EagerModel) -> Judge:
     """For exact checks only: lossy ones widen what later ones may cause."""
-    return Judge(classifier, _LINES)
+    return Judge(classifier, LINES)
 
 
 def changed(model: EagerModel, change: Callable[[Any], object]) -> Runner:
@@ -73,7 +62,7 @@ def refusal(judge: Judge, runner: Runner, step: str = "fuse_gelu") -> str:
 
 
 def test_the_untouched_module_passes_and_is_recorded(classifier: EagerModel) -> None:
-    judge = Judge(classifier, _LINES)
+    judge = Judge(classifier, LINES)
     record = judge.check_exact("export", eager_runner(classifier))
     assert record["outputs"]["logits"] | {"cosine": 1.0} == {
         "max_abs": 0.0,
@@ -121,7 +110,7 @@ def test_b259_the_same_non_finite_value_on_both_sides_is_caught(value: float) ->
     model = tiny_classifier()
     spoil(model, value)
     for budget in (None, Budget()):
-        failure = Judge(model, _LINES).judge(Step("export", eager_runner(model), budget)).failure
+        failure = Judge(model, LINES).judge(Step("export", eager_runner(model), budget)).failure
         assert failure is not None
         assert re.match(r"export: output 'logits' has non-finite values \(eager ([1-9]\d*), here \1\)", failure)
 
@@ -232,4 +221,4 @@ def test_b001_b014_a_nan_on_an_empty_row_is_caught(make: Callable[[], EagerModel
     with pytest.raises(
         BudgetError, match=r"has non-finite values \(eager 0, here \d+\), the first in case 1x1 empty mask"
     ):
-        Judge(model, _LINES).check_exact("export", softmax_of_nothing)
+        Judge(model, LINES).check_exact("export", softmax_of_nothing)
