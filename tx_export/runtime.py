@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, TextIO, TypeAlias
+from typing import Any, Literal, NoReturn, TextIO, TypeAlias
 
 import numpy as np
 
@@ -98,7 +99,7 @@ _SETTINGS_KEYS: dict[str, type] = {
     "provider_options": dict,
     "config": dict,
     "run_config": dict,
-    "large_run_config": dict,
+    "give_back_config": dict,
     "disabled_optimizers": list,
     "batch_tokens": int,
 }
@@ -337,121 +338,6 @@ class _Notices:
             print(f"notice: {message}", file=sys.stderr, flush=True)
 
 
-# ---- The session: ONNX Runtime with the settings of the manifest
-
-
-class _Sessions:
-    """Sessions of one graph on one provider, one for each number of threads, made when they are first needed."""
-
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], provider: str, threads: int) -> None:
-        self.settings = _settings(manifest, provider)
-        self.batch_tokens: int = self.settings.get("batch_tokens") or 256
-        self._open = functools.partial(
-            _open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
-        )
-        self._lock = threading.Lock()
-        self._by_threads: dict[int, Any] = {threads: self._open(threads)}
-        onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
-        usual = self.settings.get("run_config") or {}
-        self._usual = _run_options(onnxruntime, usual)
-        self._large = _run_options(onnxruntime, usual | (self.settings.get("large_run_config") or {}))
-
-    def run(self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Outputs by name. A run of more positions than a batch of texts has gives its memory back when it is done."""
-        with self._lock:
-            if threads not in self._by_threads:
-                self._by_threads[threads] = self._open(threads)
-        positions = max((math.prod(array.shape[:2]) for array in arrays.values()), default=0)
-        options = self._large if positions > self.batch_tokens else self._usual
-        try:
-            found = self._by_threads[threads].run(list(outputs), dict(arrays), options)
-        except Exception as error:
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-            raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
-        return dict(zip(outputs, found, strict=True))
-
-
-def _import_onnxruntime(least: str) -> Any:
-    try:
-        onnxruntime = importlib.import_module("onnxruntime")
-    except ImportError as error:
-        raise TxExportError(f"onnxruntime can't be imported ({error}); pip install -r requirements.txt") from error
-    found = str(onnxruntime.__version__)
-    if _version(found) < _version(least):
-        raise TxExportError(f"onnxruntime is too old: needs >= {least}, found {found}")
-    return onnxruntime
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
-
-
-def _settings(manifest: Mapping[str, Any], provider: str) -> Mapping[str, Any]:
-    """What the manifest says about a provider; see tx_export/providers for the keys."""
-    try:
-        return dict(manifest["session"][provider])
-    except KeyError as error:
-        known = ", ".join(manifest["session"])
-        raise ProviderError(f"provider {provider}: this artifact has settings for {known} only{_offered()}") from error
-
-
-def _offered() -> str:
-    try:
-        onnxruntime = importlib.import_module("onnxruntime")
-    except ImportError:
-        return ""
-    return f"; onnxruntime {onnxruntime.__version__} here has {', '.join(onnxruntime.get_available_providers())}"
-
-
-def _open_session(model: Path, least: str, provider: str, settings: Mapping[str, Any], threads: int) -> Any:
-    onnxruntime = _import_onnxruntime(least)
-    wanted = settings["provider"]
-    if wanted not in onnxruntime.get_available_providers():
-        raise ProviderError(f"provider {provider}: {wanted} isn't available{_offered()}")
-    try:
-        session = onnxruntime.InferenceSession(
-            str(model),
-            _session_options(onnxruntime, settings, threads),
-            providers=[(wanted, {key: str(value) for key, value in (settings.get("provider_options") or {}).items()})],
-            disabled_optimizers=settings.get("disabled_optimizers"),
-            enable_fallback=0,
-        )
-    except Exception as error:
-        kind = ProviderError if wanted != "CPUExecutionProvider" else ArtifactError
-        raise kind(f"{model}: onnxruntime can't load it with provider {provider}: {_first_line(error)}") from error
-    used = session.get_providers()[0]
-    if used != wanted:
-        raise ProviderError(f"provider {provider}: asked for {wanted}, but the session runs on {used}{_offered()}")
-    return session
-
-
-def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int) -> Any:
-    options = onnxruntime.SessionOptions()
-    # Set by hand, so that ONNX Runtime neither counts the host's CPUs nor pins threads to them.
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.enable_cpu_mem_arena = settings.get("arena", True)
-    options.enable_mem_pattern = settings.get("mem_pattern", False)
-    levels = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
-    level = levels.get(settings.get("graph_optimization", "all"), "ORT_DISABLE_ALL")
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-    for key, value in (settings.get("config") or {}).items():
-        options.add_session_config_entry(key, str(value))
-    return options
-
-
-def _run_options(onnxruntime: Any, config: Mapping[str, Any]) -> Any:
-    options = onnxruntime.RunOptions()
-    for key, value in config.items():
-        options.add_run_config_entry(key, str(value))
-    return options
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
-
-
 # ---- Arrays: what a graph takes, checked before the session sees it
 
 _DIM = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:<=(?P<bound>\d+))?")
@@ -575,6 +461,162 @@ def _check_range(tensor: _Tensor, array: np.ndarray) -> None:
         raise TxExportError(
             f"input {tensor.name!r}: {array[place]} at {where or 'its only place'}; allowed {tensor.low}..{tensor.high}"
         )
+
+
+# ---- The session: ONNX Runtime with the settings of the manifest
+
+
+_REPAID = 32  # batches: opening a session takes as long as one-thread workers save on so many
+
+
+class _Sessions:
+    """Sessions of one graph on one provider: one with all threads and, while it pays, one for workers of one thread.
+
+    A run of more positions than a batch of texts may have is large. It gives its memory back when it ends, for up to
+    a fifth of its time; where large runs follow each other, that waits for the end of the next short one.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], provider: str, threads: int) -> None:
+        self.settings = _settings(manifest, provider)
+        self.batch_tokens: int = self.settings.get("batch_tokens") or 256
+        self._threads = threads
+        self._open = functools.partial(
+            _open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
+        )
+        self._lock = threading.Lock()
+        self._by_threads: dict[int, Any] = {threads: self._open(threads)}
+        self._memory: dict[int, Literal["small", "given back", "large"]] = {}
+        onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
+        usual = self.settings.get("run_config") or {}
+        self._usual = _run_options(onnxruntime, usual)
+        self._giving_back = _run_options(onnxruntime, usual | (self.settings.get("give_back_config") or {}))
+
+    def run(self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs by name."""
+        positions = max((math.prod(array.shape[:2]) for array in arrays.values()), default=0)
+        with self._lock:
+            if threads not in self._by_threads:
+                self._by_threads[threads] = self._open(threads)
+            session = self._by_threads[threads]
+            gives_back = self._gives_back(threads, positions > self.batch_tokens)
+        try:
+            found = session.run(list(outputs), dict(arrays), self._giving_back if gives_back else self._usual)
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+            raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
+        if gives_back:
+            _trim_memory()
+        return dict(zip(outputs, found, strict=True))
+
+    def _gives_back(self, threads: int, is_large: bool) -> bool:
+        before = self._memory.get(threads, "small")
+        self._memory[threads] = "small" if not is_large else "given back" if before == "small" else "large"
+        return before == "small" if is_large else before == "large"
+
+    def workers_pay(self, batches: int) -> bool:
+        """Whether workers of one thread each are the faster way for so many batches."""
+        if not self.settings.get("one_thread_workers") or self._threads == 1:
+            return False
+        fewest = 2 * self._threads
+        return batches >= (fewest if 1 in self._by_threads else max(fewest, _REPAID))
+
+    def close_workers(self) -> None:
+        """Give the memory of the workers' session back."""
+        if self._threads == 1 or 1 not in self._by_threads:
+            return
+        with self._lock:
+            self._by_threads.pop(1, None)
+            self._memory.pop(1, None)
+        _trim_memory()
+
+
+def _trim_memory() -> None:
+    """Let the C library give freed memory to the system; glibc would keep much of it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _import_onnxruntime(least: str) -> Any:
+    try:
+        onnxruntime = importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise TxExportError(f"onnxruntime can't be imported ({error}); pip install -r requirements.txt") from error
+    found = str(onnxruntime.__version__)
+    if _version(found) < _version(least):
+        raise TxExportError(f"onnxruntime is too old: needs >= {least}, found {found}")
+    return onnxruntime
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def _settings(manifest: Mapping[str, Any], provider: str) -> Mapping[str, Any]:
+    """What the manifest says about a provider; see tx_export/providers for the keys."""
+    try:
+        return dict(manifest["session"][provider])
+    except KeyError as error:
+        known = ", ".join(manifest["session"])
+        raise ProviderError(f"provider {provider}: this artifact has settings for {known} only{_offered()}") from error
+
+
+def _offered() -> str:
+    try:
+        onnxruntime = importlib.import_module("onnxruntime")
+    except ImportError:
+        return ""
+    return f"; onnxruntime {onnxruntime.__version__} here has {', '.join(onnxruntime.get_available_providers())}"
+
+
+def _open_session(model: Path, least: str, provider: str, settings: Mapping[str, Any], threads: int) -> Any:
+    onnxruntime = _import_onnxruntime(least)
+    wanted = settings["provider"]
+    if wanted not in onnxruntime.get_available_providers():
+        raise ProviderError(f"provider {provider}: {wanted} isn't available{_offered()}")
+    try:
+        session = onnxruntime.InferenceSession(
+            str(model),
+            _session_options(onnxruntime, settings, threads),
+            providers=[(wanted, {key: str(value) for key, value in (settings.get("provider_options") or {}).items()})],
+            disabled_optimizers=settings.get("disabled_optimizers"),
+            enable_fallback=0,
+        )
+    except Exception as error:
+        kind = ProviderError if wanted != "CPUExecutionProvider" else ArtifactError
+        raise kind(f"{model}: onnxruntime can't load it with provider {provider}: {_first_line(error)}") from error
+    used = session.get_providers()[0]
+    if used != wanted:
+        raise ProviderError(f"provider {provider}: asked for {wanted}, but the session runs on {used}{_offered()}")
+    _trim_memory()  # loading leaves behind as much as a small model holds
+    return session
+
+
+def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    # Set by hand, so that ONNX Runtime neither counts the host's CPUs nor pins threads to them.
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.enable_cpu_mem_arena = settings.get("arena", True)
+    options.enable_mem_pattern = settings.get("mem_pattern", False)
+    levels = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
+    level = levels.get(settings.get("graph_optimization", "all"), "ORT_DISABLE_ALL")
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    for key, value in (settings.get("config") or {}).items():
+        options.add_session_config_entry(key, str(value))
+    return options
+
+
+def _run_options(onnxruntime: Any, config: Mapping[str, Any]) -> Any:
+    options = onnxruntime.RunOptions()
+    for key, value in config.items():
+        options.add_run_config_entry(key, str(value))
+    return options
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 # ---- Text: tokens, cut to the limit
@@ -754,6 +796,7 @@ class Model:
         arrays, sizes = _check_feeds(self.inputs, feeds)
         if 0 in sizes.values():
             return self._empty(sizes)
+        self._sessions.close_workers()
         return self._run(self.threads, arrays)
 
     def _run(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -800,8 +843,8 @@ class Model:
     def _answer(self, rows: Sequence[_Row]) -> Iterator[Result]:
         """Results of a window, in order: many batches go to workers of one thread each, few to all threads in turn."""
         batches = _batches(rows, self._sessions.batch_tokens)
-        workers = bool(self._sessions.settings.get("one_thread_workers"))
-        if not workers or self.threads == 1 or len(batches) < 2 * self.threads:
+        if not self._sessions.workers_pay(len(batches)):
+            self._sessions.close_workers()
             yield from _in_order(rows, map(functools.partial(self._run_rows, self.threads), batches))
             return
         pool = ThreadPoolExecutor(self.threads)
@@ -812,8 +855,7 @@ class Model:
 
     def _run_rows(self, threads: int, rows: Sequence[_Row]) -> dict[int, Result]:
         """Results by the text's index."""
-        arrays, _ = _check_feeds(self.inputs, self._feeds(rows))
-        outputs = self._run(threads, arrays)
+        outputs = self._run(threads, _check_feeds(self.inputs, self._feeds(rows))[0])
         return {row.index: self._result(row, place, outputs) for place, row in enumerate(rows)}
 
     def _feeds(self, rows: Sequence[_Row]) -> dict[str, np.ndarray]:
@@ -982,6 +1024,12 @@ def bench(
         if count not in dropped
     ]
     onnxruntime = _import_onnxruntime(model.manifest["min_onnxruntime"])
+    for row in rows:
+        if row["p95_ms"] > 2 * row["p50_ms"]:
+            spread = (
+                f"{row['batch']} x {row['tokens']} tokens took {row['p50_ms']:g} ms and sometimes {row['p95_ms']:g}"
+            )
+            _Notices().say("spread", f"bench: {spread}; is the machine busy?")
     return {"rows": rows, "threads": model.threads, "cpu": cpu_name(), "onnxruntime": str(onnxruntime.__version__)}
 
 

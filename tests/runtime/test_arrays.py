@@ -51,6 +51,14 @@ def test_any_memory_layout_gives_the_same_bits(model: Model) -> None:
         assert np.array_equal(answer(model, ids, np.asfortranarray(MASK)), answer(model))
 
 
+def test_a_large_batch_gives_the_same_as_its_rows(model: Model) -> None:
+    ids = np.random.default_rng(1).integers(0, 15, (100, 16))
+    assert ids.size > model._sessions.batch_tokens
+    rows = np.concatenate([model.run_arrays({"input_ids": row[None]})["logits"] for row in ids])
+    found = model.run_arrays({"input_ids": np.asfortranarray(ids)})["logits"]
+    assert found.dtype == np.float32 and np.abs(found - rows).max() <= ROUNDING
+
+
 def test_a_missing_mask_means_that_all_positions_are_real_and_missing_types_are_zero(model: Model) -> None:
     found = model.run_arrays({"input_ids": IDS})["logits"]
     assert np.array_equal(found, answer(model, mask=np.ones_like(IDS), token_type_ids=np.zeros_like(IDS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -133,7 +134,24 @@ def test_a_bench_drops_lengths_over_the_bound_and_says_so(tmp_path: Path, capsys
     assert main(["--bench", "--batch", "1", "--tokens", "2,17,99"], make_artifact(tmp_path / "a")) == 0
     out, error = capsys.readouterr()
     assert [row["tokens"] for row in json.loads(out)["rows"]] == [2]
-    assert error == "notice: bench: 17, 99 tokens are over the bound of 16; left out\n"
+    assert error.startswith("notice: bench: 17, 99 tokens are over the bound of 16; left out\n")
+
+
+def test_a_bench_on_a_busy_machine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A stand-in clock: every tenth call takes five times as long.
+    ticks = itertools.count()
+    clock = [0.0]
+
+    def tick(self: Model, feeds: Any) -> dict[str, np.ndarray]:
+        clock[0] += 0.005 if next(ticks) % 10 == 0 else 0.001
+        return {}
+
+    monkeypatch.setattr(Model, "run_arrays", tick)
+    monkeypatch.setattr("tx_export.runtime.time.perf_counter", lambda: clock[0])
+    bench(make_artifact(tmp_path / "a"), [1], [2], threads=1, seconds=0.1)
+    assert "notice: bench: 1 x 2 tokens took 1 ms and sometimes 5; is the machine busy?" in capsys.readouterr().err
 
 
 def test_a_bench_of_nothing_is_a_usage_error(tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ class Cpu:
             # Exact 8-bit products on x86 CPUs without VNNI, where the fast ones saturate.
             "config": {"session.x64quantprecision": "1"},
             "run_config": {},
-            # A run over batch_tokens gives its memory back, for 1 to 3% of its time; the arena would keep it for good.
-            "large_run_config": {"memory.enable_memory_arena_shrinkage": "cpu:0"},
+            "give_back_config": {"memory.enable_memory_arena_shrinkage": "cpu:0"},
             "disabled_optimizers": list(self.disabled_optimizers),
             "graph_optimization": "all",
             "arena": True,  # without it short texts take 1.4 times as long

@@ -24,7 +24,7 @@ class Cuda:
             "provider_options": {},
             "config": {},
             "run_config": {},
-            "large_run_config": {"memory.enable_memory_arena_shrinkage": "cpu:0;gpu:0"},
+            "give_back_config": {"memory.enable_memory_arena_shrinkage": "cpu:0;gpu:0"},
             "disabled_optimizers": list(self.disabled_optimizers),
             "graph_optimization": "all",
             "arena": True,
