@@ -142,7 +142,7 @@ def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None
     with tempfile.TemporaryDirectory(prefix="tx-export-") as folder:
         path = Path(folder) / "model.onnx"
         write_graph(model, path)
-        session = runtime._open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
+        session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
 
     def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))

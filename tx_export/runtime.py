@@ -48,6 +48,7 @@ __all__ = [
     "bench",
     "cpu_name",
     "main",
+    "open_session",
     "pair_up",
     "read_manifest",
     "read_texts",
@@ -481,7 +482,7 @@ class _Sessions:
         self.batch_tokens: int = self.settings.get("batch_tokens") or 256
         self._threads = threads
         self._open = functools.partial(
-            _open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
+            open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
         )
         self._lock = threading.Lock()
         self._by_threads: dict[int, Any] = {threads: self._open(threads)}
@@ -569,7 +570,8 @@ def _offered() -> str:
     return f"; onnxruntime {onnxruntime.__version__} here has {', '.join(onnxruntime.get_available_providers())}"
 
 
-def _open_session(model: Path, least: str, provider: str, settings: Mapping[str, Any], threads: int) -> Any:
+def open_session(model: Path, least: str, provider: str, settings: Mapping[str, Any], threads: int) -> Any:
+    """An onnxruntime session with a provider's settings; ProviderError unless that provider is the one that it got."""
     onnxruntime = _import_onnxruntime(least)
     wanted = settings["provider"]
     if wanted not in onnxruntime.get_available_providers():

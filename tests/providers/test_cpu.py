@@ -27,7 +27,7 @@ def test_its_settings_survive_the_manifest() -> None:
 def open_graph(path: Path, graph: Any, settings: dict[str, Any]) -> Any:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return runtime._open_session(path, "0", "cpu", settings, 1)
+    return runtime.open_session(path, "0", "cpu", settings, 1)
 
 
 def test_int8_products_are_exact_where_the_fast_ones_saturate(tmp_path: Path) -> None:
