@@ -63,6 +63,10 @@ def build(
     """
     if passes is not None and quantize is not None:
         raise click.UsageError("--passes is the whole pipeline; it can't stand beside --quantize")
+    from tx_export.artifact import check_target
+
+    if output is not None:
+        check_target(output, force)  # before imports that take seconds
     from tx_export import compiler, runtime
 
     options = compiler.BuildOptions(
