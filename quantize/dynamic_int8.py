@@ -68,12 +68,12 @@ class _Rewrite:
             return linear
         if linear.weight.dtype != np.float32:
             return f"its weight is {linear.weight.dtype}, not float32"
-        weight, scale = self.weight(linear)
+        weight, scale, zero = self.weight(linear)
         x, x_scale, x_zero = self.activation(node, linear.x)
         bias = None
         if linear.bias is not None:
             bias = add_initializer(self.graph, _named(linear.weight_value, "bias"), linear.bias.astype(np.float32))
-        (out,) = add_node(node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, None, bias])
+        (out,) = add_node(node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, zero, bias])
         replace(linear.output, out)
         return None
 
@@ -90,7 +90,7 @@ class _Rewrite:
             return f"the quantized operator has no {', '.join(unknown)}"
         if weight.dtype != np.float32:
             return f"its weight is {weight.dtype}, not float32"
-        quantized, scale = self.stored(weight_value, weight)
+        quantized, scale, zero = self.stored(weight_value, weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
         inputs = [
             x_int8,
@@ -100,7 +100,7 @@ class _Rewrite:
             scale,
             mask,
             x_zero,
-            add_initializer(self.graph, f"{weight_value.name}.zero", np.zeros_like(array_of(scale), dtype=np.int8)),
+            zero or add_initializer(self.graph, f"{weight_value.name}.zero", np.zeros_like(array_of(scale), np.int8)),
         ]
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
         replace(node.outputs[0], out)
@@ -131,23 +131,32 @@ class _Rewrite:
             self.activations[x] = (values, scale, zero)
         return self.activations[x]
 
-    def weight(self, linear: Linear) -> tuple[ir.Value, ir.Value]:
-        """int8 [K, N] and its scales; a tied table is stored once, by rows, and turned when the session loads."""
-        if linear.turned and len(linear.weight_value.uses()) > 1:
+    def weight(self, linear: Linear) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """8-bit [K, N], scales, zero point; a tied table is stored once, by rows, and turned when the session loads."""
+        readers = _readers(linear.weight_value)
+        if linear.turned and readers.count("Gather") and len(readers) - readers.count("Gather") == 1:
             rows, scales = self.rows(linear.weight_value, linear.weight.T)
             (columns,) = add_node(linear.node, "Transpose", [rows], {"perm": ir.AttrInt64s("perm", [1, 0])})
             (scale,) = add_node(linear.node, "Squeeze", [scales, add_initializer(self.graph, "last", np.array([1]))])
-            return columns, scale
+            return columns, scale, None
         return self.stored(linear.weight_value, linear.weight)
 
-    def stored(self, value: ir.Value, weight: np.ndarray) -> tuple[ir.Value, ir.Value]:
-        """int8 [K, N] and scales of a weight that is stored as it is or turned."""
+    def stored(self, value: ir.Value, weight: np.ndarray) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """8-bit [K, N], scales and zero point of a weight that is stored as it is or turned.
+
+        One that several products read is uint8 around 128: ONNX Runtime, which makes int8 weights exact on CPUs without
+        VNNI by that very change, can't make it twice to one weight.
+        """
         _check_finite(value, weight)
         quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
-        name = (value.name or "weight").removesuffix(".T")
+        name, zero = (value.name or "weight").removesuffix(".T"), None
+        if len(_readers(value)) > 1:
+            quantized = (quantized.astype(np.int16) + 128).astype(np.uint8)
+            zero = add_initializer(self.graph, f"{name}.zero", np.full(scale.shape, 128, np.uint8))
         return (
-            add_initializer(self.graph, f"{name}.int8", quantized),
+            add_initializer(self.graph, f"{name}.{quantized.dtype}", quantized),
             add_initializer(self.graph, f"{name}.scale", scale),
+            zero,
         )
 
     def rows(self, table: ir.Value, array: np.ndarray) -> tuple[ir.Value, ir.Value]:
@@ -160,6 +169,15 @@ class _Rewrite:
                 add_initializer(self.graph, f"{table.name}.scale", scale[:, None]),
             )
         return self.tables[table]
+
+
+def _readers(weight: ir.Value) -> list[str]:
+    """The operators that read a weight, as it is or turned."""
+    nodes: dict[ir.Node, None] = {}
+    for use in weight.uses():
+        turned = use.node.outputs[0].uses() if use.node.op_type == "Transpose" else (use,)
+        nodes |= {each.node: None for each in turned}
+    return [node.op_type for node in nodes]
 
 
 def _named(weight: ir.Value, what: str) -> str:

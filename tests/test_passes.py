@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 import pytest
@@ -211,3 +211,20 @@ def test_a_pass_that_does_not_count_is_refused() -> None:
 def test_coverage_turns_into_json() -> None:
     coverage = Coverage(1, 2, (Left("layer.0", "too small"),))
     assert coverage.to_json() == {"done": 1, "of": 2, "left": [{"name": "layer.0", "reason": "too small"}]}
+
+
+@dataclass(frozen=True)
+class _Raises(GraphPass):
+    def call(self, model: ir.Model) -> Outcome:
+        raise ValueError("boom")
+
+
+def test_a_pass_that_raises_is_named_with_what_it_raised() -> None:
+    model = ir.Model(ir.Graph([], [], nodes=[], name="empty"), ir_version=8)
+    with pytest.raises(PassError, match=r"pass test_passes raised ValueError: boom"):
+        Pipeline((_Raises(),)).run_graph(model, cast(Context, None), (), lambda item, outcome: None)
+
+
+def test_what_is_no_pass_is_refused_by_name() -> None:
+    with pytest.raises(PluginError, match=r"passes: stranger is no pass; a pass derives from GraphPass or ModulePass"):
+        Pipeline.parse("stranger", lambda name: cast(type[Pass], int))

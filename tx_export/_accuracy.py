@@ -16,7 +16,7 @@ from tx_export._reference import Runner, eager_runner
 from tx_export.errors import LoadError
 from tx_export.spec import EagerModel
 
-__all__ = ["Accuracy", "check_accuracy", "read_rows"]
+__all__ = ["Accuracy", "check_accuracy", "check_labels", "read_rows"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def read_rows(path: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def check_accuracy(model: EagerModel, runner: Runner, rows: Sequence[tuple[str, str]]) -> Accuracy:
-    """Judge (label, text) rows by the largest logit; LoadError for a label that the model doesn't have."""
+def check_labels(model: EagerModel, rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The labels of a text classifier; LoadError for another task, or for a row whose label it doesn't have."""
     labels = model.text.labels if model.text is not None else ()
     if model.task != "text-classification" or not labels:
         raise LoadError(f"{model.source}: accuracy needs a text classifier with labels; the task is {model.task}")
@@ -60,6 +60,12 @@ def check_accuracy(model: EagerModel, runner: Runner, rows: Sequence[tuple[str, 
         raise LoadError(
             f"{model.source}: unknown label {', '.join(unknown) or '(no rows)'}; known: {', '.join(labels)}"
         )
+    return labels
+
+
+def check_accuracy(model: EagerModel, runner: Runner, rows: Sequence[tuple[str, str]]) -> Accuracy:
+    """Judge (label, text) rows by the largest logit; LoadError for rows that can't be judged."""
+    labels = check_labels(model, rows)
     wanted = np.array([labels.index(label) for label, _ in rows])
     eager, name = eager_runner(model), model.outputs[0].name
     expected, actual = np.empty_like(wanted), np.empty_like(wanted)

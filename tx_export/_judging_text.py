@@ -55,8 +55,13 @@ def batches(model: EagerModel, lines: Sequence[str]) -> Iterator[tuple[list[int]
     try:
         tokenizer = Tokenizer.from_str(model.text.tokenizer)
         tokenizer.no_padding()
+        specials = tokenizer.num_special_tokens_to_add(False)
+        if model.text.max_length <= specials:
+            raise LoadError(f"max-length {model.text.max_length} leaves no room beside {specials} special tokens")
         tokenizer.enable_truncation(model.text.max_length)
         rows = tokenizer.encode_batch(list(lines))
+    except LoadError:
+        raise
     except Exception as error:
         raise LoadError(f"{model.source}: the tokenizer failed: {error}") from error
     # Without a mask a padded row would be another text.

@@ -35,6 +35,8 @@ def load_folder(
 ) -> EagerModel:
     """The eager model; `weights` is a file to use instead of the folder's, or the seed of random ones."""
     folder, pooling = _sentence_transformers(folder, task)
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
     config = read_json(folder / "config.json")
     _refuse_code(folder, config)
     family, spec_class = _family(config)

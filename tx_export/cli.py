@@ -44,7 +44,9 @@ def program() -> None:
 @click.option("--max-length", type=click.IntRange(min=1), help="The most tokens of a text.")
 @click.option("--provider", default="cpu", show_default=True, help="Where the artifact will run.")
 @click.option(
-    "--target-ort", metavar="X.Y", help="The oldest ONNX Runtime that must run it; default: the installed one."
+    "--target-ort",
+    metavar="X.Y",
+    help="The oldest ONNX Runtime to run on; default: as old as operators allow.",
 )
 @click.option("--ops", type=click.Choice(("fused", "standard")), default="fused", show_default=True)
 @click.option("-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/NAME.")

@@ -73,13 +73,13 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     override = None if options.budget is None else Budget.parse(options.budget)
     if options.output is not None:
         check_target(options.output, options.force)
+    split, labelled = _read_split(options.calibrate), _read_labelled(options.evaluate)
     progress("load")
     model = _load(options)
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
-    split = _read_split(options.calibrate)
     longest = max(_LONGEST, options.max_length or 0)
-    judge = Judge(model, split.judging, override, _read_labelled(options.evaluate), longest)
+    judge = Judge(model, split.judging, override, labelled, longest)
     progress("export")
     graph = export(model, target)
     settings = plugins.find("provider", "cpu")().session()  # verified where the build runs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import onnx_ir as ir
 
-from tx_export.errors import PassError, PluginError
+from tx_export.errors import PassError, PluginError, TxExportError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,10 @@ class Pipeline:
             match = _ITEM.match(text, position)
             if match is None:
                 raise PluginError(f"passes: can't read {text[position:].strip()!r}; expected NAME{{KEY=VALUE, ...}}")
-            found.append(find(match["name"]).parse(match["options"] or ""))
+            plugin = find(match["name"])
+            if not (isinstance(plugin, type) and issubclass(plugin, Pass)):
+                raise PluginError(f"passes: {match['name']} is no pass; a pass derives from GraphPass or ModulePass")
+            found.append(plugin.parse(match["options"] or ""))
             typed.append(match["name"])
             position = match.end()
         return cls(tuple(found), tuple(typed))
@@ -150,13 +153,25 @@ class Pipeline:
         for item in self.passes:
             if not isinstance(item, GraphPass):
                 continue
-            outcome = dataclasses.replace(item, context=context)(model)
+            outcome = _applied(dataclasses.replace(item, context=context), model)
             if not isinstance(outcome, Outcome):
                 raise PassError(f"pass {item.name()} returned {type(outcome).__name__}, not an Outcome")
             if not outcome.modified and item.name() in asked:
                 reasons = "; ".join(f"{left.name}: {left.reason}" for left in outcome.coverage.left[:3])
-                raise PassError(f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else ""))
+                raise PassError(
+                    f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else "; leave it out")
+                )
             after(item, outcome)
+
+
+def _applied(item: GraphPass, model: ir.Model) -> ir.passes.PassResult:
+    try:
+        return item(model)
+    except TxExportError:
+        raise
+    except Exception as error:  # a user's pass may raise anything
+        cause = error.__cause__ or error
+        raise PassError(f"pass {item.name()} raised {type(cause).__name__}: {cause}") from error
 
 
 def _format_value(value: object) -> str:

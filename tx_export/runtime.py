@@ -269,6 +269,8 @@ def _varint(view: memoryview, start: int) -> tuple[int, int]:
 
 # ---- The machine: threads, CPU, and what is said about them
 
+_MOST_THREADS = 4 * max(16, os.cpu_count() or 1)  # more only wait for one another
+
 
 def available_threads() -> int:
     """CPUs that this process may use: the least of affinity and cgroup quota (v1 and v2), at least 1."""
@@ -497,6 +499,7 @@ class _Sessions:
         positions = max((math.prod(array.shape[:2]) for array in arrays.values()), default=0)
         with self._lock:
             if threads not in self._by_threads:
+                _map_large_blocks()  # or what this session takes stays scattered over the heap when it is closed
                 self._by_threads[threads] = self._open(threads)
             session = self._by_threads[threads]
             gives_back = self._gives_back(threads, positions > self.batch_tokens)
@@ -529,6 +532,13 @@ class _Sessions:
             self._by_threads.pop(1, None)
             self._memory.pop(1, None)
         _trim_memory()
+
+
+def _map_large_blocks() -> None:
+    """Let glibc map every block of 128 kB and more by itself, its first setting, which it otherwise soon raises."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD
 
 
 def _trim_memory() -> None:
@@ -763,6 +773,8 @@ class Model:
         self.threads = available_threads() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads} is not at least 1")
+        if self.threads > _MOST_THREADS:
+            raise UsageError(f"threads: {self.threads} is more than {_MOST_THREADS}; CPUs: {available_threads()}")
         self.manifest = read_manifest(self.folder)
         self.provider: str = provider if provider is not None else next(iter(self.manifest["session"]))
         self.inputs = tuple(_Tensor.parse(item) for item in self.manifest["inputs"])

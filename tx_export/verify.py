@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tx_export._accuracy import Accuracy, check_accuracy, read_rows
+from tx_export._accuracy import Accuracy, check_accuracy, check_labels, read_rows
 from tx_export._grid import Case, grid
 from tx_export._invariance import invariance, trials
 from tx_export._judging_text import Split, default_lines, split_lines, text_feeds
@@ -87,6 +87,8 @@ class Judge:
     ) -> None:
         if override is not None:
             _check_measurable(model, override, labelled)
+        if labelled:
+            check_labels(model, labelled)
         judged = split_lines(default_lines()).judging if lines is None else lines
         self._model, self._override, self._labelled = model, override, labelled
         self._caused: Budget | None = None  # what the lossy passes so far may cause together
