@@ -17,7 +17,7 @@ from tx_export.models._checkpoint import read_fields, read_labels, read_task
 from tx_export.models._heads import HiddenHead, Pooling, SentenceHead, TextHead, TokenHead, WordHead
 from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.models.parts.layers import FeedForward, PostNormLayer
-from tx_export.models.parts.masks import key_mask
+from tx_export.models.parts.masks import key_mask_without_promise
 from tx_export.models.parts.positions import counted_positions
 from tx_export.spec import CheckpointSpec, Dim, TensorSpec
 
@@ -194,7 +194,7 @@ class _Encoder(nn.Module):
         """Ids, mask and token types [B, T] -> hidden states [B, T, hidden_size]."""
         types = self.token_types.weight[0] if token_type_ids is None else self.token_types(token_type_ids)
         x = self.dropout(self.norm(self.words(input_ids) + types + self.positions(counted_positions(input_ids))))
-        mask = key_mask(attention_mask, x.dtype)
+        mask = key_mask_without_promise(attention_mask)
         for layer in self.layers:
             x = layer(x, mask)
         out: Tensor = x

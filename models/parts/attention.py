@@ -88,7 +88,7 @@ class MultiHeadAttention(nn.Module):
             version=1,
         )
         # The operator gives a row without real keys the mean of the padding.
-        return context * mask.row_is_real
+        return context if mask.row_is_real is None else context * mask.row_is_real
 
     def _standard(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         seen = visible(mask, q.shape[1], causal)
@@ -101,4 +101,4 @@ class MultiHeadAttention(nn.Module):
             q_num_heads=self.num_heads,
             kv_num_heads=self.num_heads,
         )
-        return context * mask.row_is_real
+        return context if mask.row_is_real is None else context * mask.row_is_real

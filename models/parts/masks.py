@@ -7,20 +7,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["KeyMask", "first_real", "key_mask", "mean_real", "pool", "visible"]
+__all__ = ["KeyMask", "first_real", "key_mask", "key_mask_without_promise", "mean_real", "pool", "visible"]
 
 
 class KeyMask(NamedTuple):
     """What attention needs of a mask, computed once for all layers."""
 
     keys: Tensor  # [B, S] int32, 1 real and 0 padding
-    row_is_real: Tensor  # [B, 1, 1] float, 0 where a row has no real position
+    row_is_real: Tensor | None  # [B, 1, 1] float, 0 where a row has no real position; None promises nothing there
 
 
 def key_mask(attention_mask: Tensor, dtype: torch.dtype) -> KeyMask:
     """From attention_mask [B, S] of any integer or bool dtype."""
     keys = (attention_mask != 0).to(torch.int32)
     return KeyMask(keys, keys.amax(dim=1).to(dtype)[:, None, None])
+
+
+def key_mask_without_promise(attention_mask: Tensor) -> KeyMask:
+    """For families whose own code promises nothing for a row without real positions: a product a layer less."""
+    return KeyMask((attention_mask != 0).to(torch.int32), None)
 
 
 def visible(mask: KeyMask, queries: int, causal: bool) -> Tensor:
