@@ -166,7 +166,7 @@ def test_a_mask_of_any_dtype_means_the_same(dtype: torch.dtype) -> None:
     found = key_mask(mask.to(dtype), torch.float32)
     assert found.keys.dtype == torch.int32
     assert torch.equal(found.keys, mask.to(torch.int32))
-    assert mask.row_is_real is not None
+    assert found.row_is_real is not None
     assert found.row_is_real.tolist() == [[[0.0]], [[1.0]]]
     weights: tuple[Callable[[Tensor, torch.dtype], Tensor], ...] = (first_real, mean_real)
     for weigh in weights:
