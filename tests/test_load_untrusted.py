@@ -169,7 +169,7 @@ def test_a_json_file_that_is_damaged_is_named(name: str, text: str, folder: Path
 
 
 def test_a_folder_without_a_config_is_refused_by_that_file(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"config.json: not readable"):
+    with pytest.raises(LoadError, match=r"has no config.json, so it is not the folder of a Hugging Face checkpoint"):
         load(str(tmp_path))
 
 
