@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tx_export.errors import LoadError
+from tx_export.plugins import foreign
 from tx_export.spec import EagerModel
 
 __all__ = ["Split", "batches", "default_lines", "split_lines", "text_feeds"]
@@ -52,18 +53,15 @@ def batches(model: EagerModel, lines: Sequence[str]) -> Iterator[tuple[list[int]
     """The numbers of the lines in each batch, and its inputs."""
     if model.text is None:
         raise LoadError(f"{model.source}: there is no tokenizer, so text can't be used")
-    try:
+    with foreign(f"{model.source}: the tokenizer", LoadError):
         tokenizer = Tokenizer.from_str(model.text.tokenizer)
         tokenizer.no_padding()
         specials = tokenizer.num_special_tokens_to_add(False)
-        if model.text.max_length <= specials:
-            raise LoadError(f"max-length {model.text.max_length} leaves no room beside {specials} special tokens")
+    if model.text.max_length <= specials:
+        raise LoadError(f"max-length {model.text.max_length} leaves no room beside {specials} special tokens")
+    with foreign(f"{model.source}: the tokenizer", LoadError):
         tokenizer.enable_truncation(model.text.max_length)
         rows = tokenizer.encode_batch(list(lines))
-    except LoadError:
-        raise
-    except Exception as error:
-        raise LoadError(f"{model.source}: the tokenizer failed: {error}") from error
     # Without a mask a padded row would be another text.
     size = _BATCH if any(spec.is_mask for spec in model.inputs) else 1
     order = sorted(range(len(rows)), key=lambda number: (len(rows[number].ids), number))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tx_export._load_fit import build_seeded, fill, matched
 from tx_export._load_text import bounded
 from tx_export._load_weights import read_weights
 from tx_export._slow_path import slow_path
-from tx_export.errors import LoadError, PluginError, TxExportError
+from tx_export.errors import LoadError, PluginError
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
 __all__ = ["load_module"]
@@ -83,7 +82,7 @@ def _module(reference: str, found: object) -> nn.Module:
         raise PluginError(
             f"{reference} is {type(found).__name__}; expected an nn.Module, a class of one, or a function"
         )
-    with _foreign(f"{reference}: building it"):
+    with plugins.foreign(f"{reference}: building it", LoadError):
         module = found()
     if not isinstance(module, nn.Module):
         raise PluginError(f"{reference} returned {type(module).__name__}; expected an nn.Module")
@@ -91,7 +90,7 @@ def _module(reference: str, found: object) -> nn.Module:
 
 
 def _copied(reference: str, module: nn.Module) -> nn.Module:
-    with _foreign(f"{reference}: copying it"):
+    with plugins.foreign(f"{reference}: copying it", LoadError):
         return copy.deepcopy(module).eval()
 
 
@@ -106,7 +105,7 @@ def _own_inputs(reference: str, found: object, module: nn.Module) -> Sequence[st
                 f"{reference}: its inputs are not known; give each with --input 'NAME:DTYPE[DIM,...]{{LO..HI}}', "
                 "or add a tx_inputs() that returns such texts"
             ) from error
-    with _foreign(f"{reference}: tx_inputs()"):
+    with plugins.foreign(f"{reference}: tx_inputs()", LoadError):
         texts = own()
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise LoadError(f"{reference}: tx_inputs() returned {texts!r:.80}; expected a list of input texts")
@@ -131,7 +130,7 @@ def _find_outputs(
     runs = []
     for sizes in _SIZES:
         named = _named_sizes(inputs, sizes)
-        with _foreign(f"{reference}: running it on a small input"), torch.no_grad(), slow_path():
+        with plugins.foreign(f"{reference}: running it on a small input", LoadError), torch.no_grad(), slow_path():
             runs.append((named, module(*(_example(spec, named) for spec in inputs))))
     (first, outputs), (second, again) = runs
     shapes, shapes_again = _named_outputs(outputs), _named_outputs(again)
@@ -203,13 +202,3 @@ def _state_hash(module: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def _foreign(what: str) -> Iterator[None]:
-    try:
-        yield
-    except TxExportError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise LoadError(f"{what} raised {type(error).__name__}: {error}") from error

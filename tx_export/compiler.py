@@ -22,7 +22,7 @@ from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
 from tx_export.spec import EagerModel
-from tx_export.verify import Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
+from tx_export.verify import LONGEST, Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
 from tx_export.verify import compare as compare_steps
 
 __all__ = ["BuildOptions", "build", "compare", "source_of"]
@@ -35,7 +35,6 @@ _FUSED = {
     "cuda": "fold_constants fuse_gelu pack_qkv fuse_bias_gelu fuse_residual_norm",
 }
 _STANDARD = "fold_constants"
-_LONGEST = 1024  # tokens that are judged unless more are asked for
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
 
 
@@ -78,7 +77,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     model = _load(options)
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
-    longest = max(_LONGEST, options.max_length or 0)
+    longest = max(LONGEST, options.max_length or 0)
     judge = Judge(model, split.judging, override, labelled, longest)
     progress("export")
     graph = export(model, target)

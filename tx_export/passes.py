@@ -62,7 +62,6 @@ class Context:
     open: Callable[[ir.Model], Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]]  # a session on the target
     seed: int = 0
     provider: str = "cpu"
-    onnxruntime: str = ""  # the version that the artifact must run on
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tx_export.errors import PluginError, TxExportError
 
-__all__ = ["Kind", "find", "import_object", "names", "summary"]
+__all__ = ["Kind", "find", "foreign", "import_object", "names", "summary"]
 
 Kind = Literal["model", "pass", "provider"]
 
@@ -86,7 +86,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     known = _is_known(path.stem)
-    with _on_path(path.resolve().parent), _foreign(str(path)):
+    with _on_path(path.resolve().parent), foreign(f"{path}: importing it", PluginError):
         # Pickling and dataclasses look a module up by name while its body runs.
         previous = sys.modules.get(path.stem)
         sys.modules[path.stem] = module
@@ -111,7 +111,7 @@ def _is_known(name: str) -> bool:
 
 
 def _import_module(name: str) -> ModuleType:
-    with _on_path(Path.cwd()), _foreign(name):
+    with _on_path(Path.cwd()), foreign(f"{name}: importing it", PluginError):
         return importlib.import_module(name)
 
 
@@ -147,10 +147,11 @@ def _home(module: ModuleType) -> Path | None:
 
 
 @contextmanager
-def _foreign(what: str) -> Iterator[None]:
+def foreign(what: str, kind: type[TxExportError]) -> Iterator[None]:
+    """Around code that isn't ours: whatever it raises becomes an error of the tree, of that kind."""
     try:
         yield
     except TxExportError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{what}: importing it raised {type(error).__name__}: {error}") from error
+        raise kind(f"{what} raised {type(error).__name__}: {error}") from error

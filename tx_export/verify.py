@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "LONGEST",
     "Accuracy",
     "Case",
     "Comparison",
@@ -57,7 +58,7 @@ __all__ = [
     "text_feeds",
 ]
 
-_LONGEST = 1024  # tokens, unless more were asked for by hand
+LONGEST = 1024  # tokens, unless more were asked for by hand
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Judge:
         lines: Sequence[str] | None = None,
         override: Budget | None = None,
         labelled: Sequence[tuple[str, str]] = (),
-        longest: int = _LONGEST,
+        longest: int = LONGEST,
     ) -> None:
         if override is not None:
             _check_measurable(model, override, labelled)
