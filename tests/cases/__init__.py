@@ -1,0 +1,1 @@
+"""Faults that people met on the way from PyTorch to a running artifact; a test's name begins with the case's number."""
