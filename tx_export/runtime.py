@@ -395,8 +395,12 @@ _DEFAULTS = {"attention_mask": 1, "token_type_ids": 0}  # all positions are real
 
 def _check_feeds(inputs: Sequence[_Tensor], feeds: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """The arrays as the session wants them, and the size of each named dim; TxExportError says what doesn't fit."""
+    if not isinstance(feeds, Mapping):
+        raise TxExportError(
+            f"inputs: {type(feeds).__name__} given; expected arrays by name: {', '.join(map(str, inputs))}"
+        )
     missing = [str(tensor) for tensor in inputs if tensor.name not in feeds and tensor.name not in _DEFAULTS]
-    unknown = sorted(set(feeds) - {tensor.name for tensor in inputs})
+    unknown = sorted(str(name) for name in feeds if name not in {tensor.name for tensor in inputs})
     if missing or unknown:
         parts = [f"missing {', '.join(missing)}"] if missing else []
         parts += [f"unknown {', '.join(unknown)}"] if unknown else []
@@ -418,7 +422,7 @@ def _convert(tensor: _Tensor, value: Any) -> np.ndarray:
     """The value in the declared dtype and in C order; nothing but the precision of a float may get lost."""
     try:
         array = np.asarray(value)
-    except ValueError as error:
+    except Exception as error:  # ragged lists, and arrays of other libraries that don't let themselves be read
         raise TxExportError(f"input {tensor.name!r}: {_first_line(error)}; expected {tensor}") from error
     if array.dtype == tensor.dtype:
         return np.asarray(array, order="C")
@@ -567,7 +571,7 @@ def _settings(manifest: Mapping[str, Any], provider: str) -> Mapping[str, Any]:
     """What the manifest says about a provider; see tx_export/providers for the keys."""
     try:
         return dict(manifest["session"][provider])
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         known = ", ".join(manifest["session"])
         raise ProviderError(f"provider {provider}: this artifact has settings for {known} only{_offered()}") from error
 
@@ -653,7 +657,9 @@ class _Tokenizer:
         except ImportError as error:
             raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
         self.max_length: int = text["max_length"]
-        self.pad_id: int = text.get("pad_id") or 0
+        pad = text.get("pad_id") or 0
+        # A tokenizer may pad with an id that the model lacks; the mask covers whatever stands there.
+        self.pad_id: int = pad if ids.low is None or ids.high is None or ids.low <= pad <= ids.high else int(ids.low)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             self._tokenizer.no_padding()
@@ -673,6 +679,10 @@ class _Tokenizer:
         ids, cut = found.ids, bool(found.overflowing)
         if not ids:
             raise TxExportError(f"text {index}: has no tokens, and this tokenizer adds no special ones")
+        if len(ids) > self.max_length:  # the tokenizers package doesn't cut special tokens, and then nothing at all
+            raise TxExportError(
+                f"text {index}: the limit of {self.max_length} tokens is too low for its special tokens"
+            )
         if self._ids.high is not None and max(ids) > self._ids.high:
             raise TxExportError(f"text {index}: token id {max(ids)}; the model takes {self._ids.low}..{self._ids.high}")
         if cut:
@@ -771,6 +781,8 @@ class Model:
     def __init__(self, folder: str | Path, provider: str | None = None, threads: int | None = None) -> None:
         self.folder = Path(folder)
         self.threads = available_threads() if threads is None else threads
+        if not isinstance(self.threads, (int, np.integer)) or isinstance(self.threads, bool):
+            raise UsageError(f"threads: {self.threads!r} is not a whole number")
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads} is not at least 1")
         if self.threads > _MOST_THREADS:
@@ -846,8 +858,8 @@ class Model:
     def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
         if self._tokenizer is None:
             raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
-        if isinstance(texts, str):
-            raise TxExportError("texts: expected a list of texts, not one str")
+        if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
+            raise TxExportError(f"texts: expected a list of texts, not one {type(texts).__name__}")
         source, start = iter(texts), 0
         while window := list(itertools.islice(source, next(windows))):
             rows = [self._tokenizer.encode(start + place, text) for place, text in enumerate(window)]
