@@ -129,7 +129,7 @@ def test_an_empty_text_is_answered_from_the_special_tokens(model: Model) -> None
     assert np.abs(np.array(scores(both[1])) - reference([2, 14, 3])).max() <= ROUNDING
 
 
-def test_an_empty_text_without_special_tokens_is_an_error_that_gives_its_index(tmp_path: Path) -> None:
+def test_b208_an_empty_text_without_special_tokens_is_an_error_that_gives_its_index(tmp_path: Path) -> None:
     plain = Model(make_artifact(tmp_path / "a", special=False), threads=1)
     assert np.abs(np.array(scores(plain(["hello"])[0])) - reference([14])).max() <= ROUNDING
     with pytest.raises(TxExportError, match="text 1: has no tokens, and this tokenizer adds no special ones"):
@@ -154,6 +154,21 @@ def test_the_longer_of_a_pair_is_cut_first(model: Model) -> None:
     # 16 tokens: [CLS] good bad [SEP] + 11 films + [SEP]
     expected = reference([2, 4, 5, 3, *[6] * 11, 3], [0] * 4 + [1] * 12)
     assert result["truncated"] and np.abs(np.array(scores(result)) - expected).max() <= ROUNDING
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_b206_a_limit_below_the_special_tokens_is_an_error(tmp_path: Path, limit: int) -> None:
+    opened = Model(make_artifact(tmp_path / "a", text={"max_length": limit, "pad_id": 0}), threads=1)
+    with pytest.raises(TxExportError, match=f"text 0: the limit of {limit} tokens is too low for its special tokens"):
+        opened([("good film", "bad")])
+
+
+@pytest.mark.parametrize("pad", [-1, 50_000])
+def test_b206_a_pad_id_that_the_model_lacks_changes_no_answer(tmp_path: Path, pad: int) -> None:
+    folder = make_artifact(tmp_path / "a")
+    expected = Model(folder, threads=1)(["good film bad", "good"])
+    edit_manifest(folder, lambda manifest: manifest | {"text": manifest["text"] | {"pad_id": pad}})
+    assert Model(folder, threads=1)(["good film bad", "good"]) == expected
 
 
 @pytest.mark.parametrize(
