@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Mapping
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
 from tx_export.errors import LoadError
 from tx_export.spec import CheckpointSpec
 
-__all__ = ["read_fields", "read_labels", "read_task"]
+__all__ = ["read_fields", "read_labels", "read_task", "renamed_module"]
 
 TaskT = TypeVar("TaskT", bound=str)
 
@@ -21,7 +21,8 @@ _HARMLESS = re.compile(
     _name_or_path | name_or_path | _commit_hash | model_type | architectures | transformers_version | finetuning_task
     | id2label | label2id | _?num_labels | problem_type | task_specific_params | tokenizer_class | prefix
     | _?attn_implementation(_\w+)? | torch_dtype | dtype | use_bfloat16 | torchscript | tf_legacy_loss
-    | sentence_transformers | use_cache
+    | sentence_transformers | sbert_ce_default_activation_function | use_cache
+    | sinusoidal_pos_embds | qa_dropout | tie_weights_ | summary_\w+ | generator_size
     | (use_)?return_dict(_in_generate)? | output_(attentions|hidden_states|past|scores)
     | chunk_size_feed_forward | gradient_checkpointing | initializer_range | directionality
     | pooler_(type|fc_size|num_attention_heads|num_fc_layers|size_per_head)
@@ -42,14 +43,23 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def read_fields(
-    spec: type[CheckpointSpec], config: Mapping[str, Any], derived: Collection[str], fixed: Mapping[str, object]
+    spec: type[CheckpointSpec],
+    config: Mapping[str, Any],
+    derived: Collection[str],
+    fixed: Mapping[str, object],
+    keys: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The spec's fields that config.json holds; `derived` ones are not keys of it, `fixed` keys have one value.
 
-    A key that is neither known nor harmless is refused, unless it is null, false, zero or empty.
+    `keys` holds the key of a field where it has another name than the field. A key that is neither known nor harmless
+    is refused, unless it is null, false, zero or empty.
     """
     family = spec.__module__.rpartition(".")[2]
-    fields = {field.name: field for field in dataclasses.fields(spec) if field.name not in derived}  # type: ignore[arg-type]
+    fields = {
+        keys.get(field.name, field.name): field
+        for field in dataclasses.fields(spec)  # type: ignore[arg-type]
+        if field.name not in derived
+    }
     for key, value in config.items():
         if key in fixed:
             if value not in (fixed[key], None):
@@ -61,7 +71,7 @@ def read_fields(
                 f"config.json: {key} is {_shortened(value)}, which {family} does not support; "
                 "supported: leaving it out (remove the key if it does not change what the model computes)"
             )
-    return {key: value for key, value in config.items() if key in fields}
+    return {fields[key].name: value for key, value in config.items() if key in fields}
 
 
 def read_task(
@@ -98,6 +108,22 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     if count is not None and count != len(labels):
         raise LoadError(f"config.json: num_labels is {count}, but id2label has {len(labels)} labels")
     return tuple(labels[index] for index in sorted(labels))
+
+
+def renamed_module(name: str, names: Mapping[str, str]) -> str:
+    """A tensor's name in our module; `names` holds a checkpoint's modules and ours, N for the number of a layer.
+
+    Old checkpoints call the weight and bias of a norm gamma and beta. A name that isn't known stays.
+    """
+    module, _, kind = name.rpartition(".")
+    number = re.search(r"\.(\d+)\.", module)
+    general = re.sub(r"\.\d+\.", ".N.", module, count=1)
+    ours = names.get(module, names.get(general))
+    if ours is None:
+        return name
+    if number is not None:
+        ours = ours.replace(".N.", f".{number[1]}.")
+    return f"{ours}.{ {'gamma': 'weight', 'beta': 'bias'}.get(kind, kind) }"
 
 
 def _check_kind(key: str, annotation: str, value: object) -> None:

@@ -22,16 +22,17 @@ class HiddenHead(nn.Module):
 
 
 class TextHead(nn.Module):
-    """Logits [B, labels] from tanh(W x) at position 0, real or not, as in Hugging Face's."""
+    """Logits [B, labels] from act(W x) at position 0, real or not, as in Hugging Face's; act is tanh unless given."""
 
-    def __init__(self, d_model: int, labels: int, dropout: float) -> None:
+    def __init__(self, d_model: int, labels: int, dropout: float, activation: nn.Module | None = None) -> None:
         super().__init__()
         self.pooler = nn.Linear(d_model, d_model)
+        self.activation = nn.Tanh() if activation is None else activation
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(d_model, labels)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        out: Tensor = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
+        out: Tensor = self.classifier(self.dropout(self.activation(self.pooler(x[:, 0]))))
         return out
 
 
@@ -49,16 +50,26 @@ class TokenHead(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Logits [B, T, vocab_size]; `tied` is the embedding that the last product shares, if it shares it."""
+    """Logits [B, T, vocab_size]; `tied` is the embedding that the last product shares, if it shares it.
+
+    `embedding_size` is the width of that product where it isn't d_model.
+    """
 
     def __init__(
-        self, d_model: int, vocab_size: int, activation: nn.Module, epsilon: float, tied: nn.Embedding | None
+        self,
+        d_model: int,
+        vocab_size: int,
+        activation: nn.Module,
+        epsilon: float,
+        tied: nn.Embedding | None,
+        embedding_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.transform = nn.Linear(d_model, d_model)
+        width = d_model if embedding_size is None else embedding_size
+        self.transform = nn.Linear(d_model, width)
         self.activation = activation
-        self.norm = nn.LayerNorm(d_model, eps=epsilon)
-        self.decoder = nn.Linear(d_model, vocab_size)
+        self.norm = nn.LayerNorm(width, eps=epsilon)
+        self.decoder = nn.Linear(width, vocab_size)
         if tied is not None:
             self.decoder.weight = tied.weight
 

@@ -12,6 +12,7 @@ import torch
 
 from tx_export import plugins
 from tx_export._load_fit import build_seeded, fill, matched
+from tx_export._load_scores import is_cross_encoder, read_scores
 from tx_export._load_text import bounded, read_text, table_of
 from tx_export._load_weights import Weights, find_files, read_json, read_weights
 from tx_export.errors import LoadError
@@ -45,7 +46,8 @@ def load_folder(
     if max_length is not None and table is not None and max_length > table:
         raise LoadError(f"max-length {max_length} is more than the {table} positions that {source} has")
     fields = json.loads(json.dumps(dataclasses.asdict(spec)))  # type: ignore[call-overload]
-    text = read_text(folder, fields, spec.inputs(), max_length)
+    scores = read_scores(folder, config, fields.get("labels") or ())
+    text = read_text(folder, fields, spec.inputs(), max_length, scores)
     module, origin = _build(spec, folder, weights)
     return EagerModel(
         name=name,
@@ -59,6 +61,7 @@ def load_folder(
         weights=origin,
         text=text,
         padding="right",
+        pad_id=fields["pad_token_id"] if spec.counts_real_ids else None,
     )
 
 
@@ -76,7 +79,7 @@ def _matched(spec: CheckpointSpec, weights: Weights) -> dict[str, torch.Tensor]:
     # Compared with a module that has no memory yet, so that a config that lies about sizes allocates nothing.
     with torch.device("meta"):
         skeleton = _built(spec, 0)
-    return matched(skeleton, weights, spec.renamed, spec.unused)
+    return matched(skeleton, weights, spec.renamed, spec.unused, spec.names)
 
 
 def _built(spec: CheckpointSpec, seed: int) -> torch.nn.Module:
@@ -125,6 +128,9 @@ def _sentence_transformers(folder: Path, task: str | None) -> tuple[Path, tuple[
         return folder, ()
     modules = _read_modules(file)
     kinds = [kind for kind, _ in modules]
+    if kinds == ["Transformer"] and is_cross_encoder(folder):
+        _refuse_prompt(folder / "config_sentence_transformers.json")
+        return folder / modules[0][1], ()
     if kinds[:1] == ["Transformer"] and task not in (None, "sentence-embedding"):
         return folder / modules[0][1], ()
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):

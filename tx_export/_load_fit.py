@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,16 +28,24 @@ def build_seeded(build: Callable[[], Any], seed: int) -> Any:
 
 
 def matched(
-    module: nn.Module, weights: Weights, renamed: Callable[[str], str], unused: Iterable[str]
+    module: nn.Module,
+    weights: Weights,
+    renamed: Callable[[str], str],
+    unused: Iterable[str],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The weights under the module's names; the module may be one without memory (device meta).
+
+    `names` holds the checkpoint's names of modules and ours, as far as they differ; what is missing goes by the former.
 
     LoadError names what is missing, unexpected (unless a pattern of `unused` matches), of another shape, or not finite.
     """
     wanted: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    found = _by_our_name(
-        _strip_prefixes(weights.tensors, wanted, renamed), wanted, renamed, tuple(unused), weights.place
-    )
+    tensors = _strip_prefixes(weights.tensors, wanted, renamed)
+    found, unexpected = _by_our_name(tensors, wanted, renamed, tuple(unused), weights.place)
+    missing = [_original(name, names) for name in sorted(set(_first_names(wanted).values()) - found.keys())]
+    if missing or unexpected:
+        raise LoadError(f"{weights.place}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}")
     _check_shapes(found, wanted, weights.place)
     _check_finite(found, weights.place)
     _check_dtypes(found, wanted, weights.place)
@@ -57,8 +66,11 @@ def _by_our_name(
     renamed: Callable[[str], str],
     unused: Sequence[str],
     place: str,
-) -> dict[str, tuple[str, Tensor]]:
-    """Our name -> the checkpoint's name and the tensor; each of several names that share a tensor is enough."""
+) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+    """Our name -> the checkpoint's name and the tensor; each of several names that share a tensor is enough.
+
+    Then the names that are in the checkpoint only.
+    """
     found: dict[str, tuple[str, Tensor]] = {}
     unexpected: list[str] = []
     first_of = _first_names(wanted)
@@ -70,10 +82,19 @@ def _by_our_name(
             raise LoadError(f"{place}: {found[ours][0]} and {name} are one tensor in this model, but differ")
         else:
             found[ours] = (name, tensor)
-    missing = sorted(set(first_of.values()) - found.keys())
-    if missing or unexpected:
-        raise LoadError(f"{place}: {_listed('missing', missing)}; {_listed('unexpected', sorted(unexpected))}")
-    return found
+    return found, sorted(unexpected)
+
+
+def _original(name: str, names: Mapping[str, str]) -> str:
+    """The name, or names, that a tensor of ours has in a checkpoint."""
+    number = re.search(r"\.(\d+)\.", name)
+    module, _, kind = name.rpartition(".")
+    spelt = (module, re.sub(r"\.\d+\.", ".N.", module, count=1))
+    known = [theirs for theirs, ours in names.items() if ours in spelt]
+    return (
+        " or ".join(f"{theirs.replace('.N.', f'.{number[1]}.') if number else theirs}.{kind}" for theirs in known)
+        or name
+    )
 
 
 def _first_names(wanted: Mapping[str, Tensor]) -> dict[str, str]:

@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
 from tx_export._load_weights import read_json
 from tx_export.errors import LoadError
-from tx_export.spec import Dim, TensorSpec, TextSpec
+from tx_export.spec import Dim, Scores, TensorSpec, TextSpec
 
 __all__ = ["bounded", "check_tokenizer", "read_text", "read_utf8", "table_of", "vocabulary"]
 
@@ -72,7 +72,7 @@ def read_utf8(file: Path) -> str:
 
 
 def read_text(
-    folder: Path, config: Mapping[str, Any], inputs: tuple[TensorSpec, ...], max_length: int | None
+    folder: Path, config: Mapping[str, Any], inputs: tuple[TensorSpec, ...], max_length: int | None, scores: Scores
 ) -> TextSpec | None:
     """From a checkpoint folder; `config` holds the spec's fields. None, with a notice, without a tokenizer.json."""
     table = table_of(inputs)
@@ -84,18 +84,13 @@ def read_text(
     tokenizer = check_tokenizer(text, vocabulary(inputs), file)
     if _optional(folder / "sentence_bert_config.json").get("do_lower_case"):
         text = _lowercased(tokenizer, text)
-    labels = tuple(config.get("labels") or ())
     return TextSpec(
         tokenizer=text,
         max_length=_text_length(folder, table, max_length),
         pad_id=int(config.get("pad_token_id") or 0),
-        labels=labels,
-        scores=_scores(labels, config.get("problem_type")),
+        labels=tuple(config.get("labels") or ()),
+        scores=scores,
     )
-
-
-def _scores(labels: tuple[str, ...], problem: object) -> Literal["softmax", "sigmoid"]:
-    return "sigmoid" if problem == "multi_label_classification" or len(labels) == 1 else "softmax"
 
 
 def _text_length(folder: Path, table: int | None, max_length: int | None) -> int:

@@ -6,6 +6,7 @@ import abc
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -15,9 +16,9 @@ from tx_export.errors import LoadError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BuiltInSpec", "CheckpointSpec", "Dim", "EagerModel", "ModelSpec", "TensorSpec", "TextSpec"]
+__all__ = ["BuiltInSpec", "CheckpointSpec", "Dim", "EagerModel", "ModelSpec", "Scores", "TensorSpec", "TextSpec"]
 
-Scores = Literal["softmax", "sigmoid"]
+Scores = Literal["softmax", "sigmoid", "identity"]
 
 _TENSOR = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^}]+?)\.\.(?P<high>[^}]+)\})?"
@@ -152,7 +153,9 @@ class BuiltInSpec(ModelSpec):
 class CheckpointSpec(ModelSpec):
     """A Hugging Face family: made from the keys of its config.json."""
 
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # a checkpoint's modules -> ours, N for a layer's number
     unused: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that no module wants
+    counts_real_ids: ClassVar[bool] = False  # positions are counted from the ids that aren't pad_token_id
 
     @classmethod
     @abc.abstractmethod
