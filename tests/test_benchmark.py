@@ -142,7 +142,7 @@ def test_fp32_is_a_build_of_the_same_model_without_quantization(
     assert (same.weights, same.config, same.inputs) == (reference.weights, reference.config, reference.inputs)
 
 
-def test_the_lines_for_people_say_slower_when_it_is_slower(small_artifact: Path, planted: list[Any]) -> None:
+def test_b115_the_lines_for_people_say_slower_when_it_is_slower(small_artifact: Path, planted: list[Any]) -> None:
     report = _bench(small_artifact, batch=(1,), tokens=(16,))
     assert benchmark.remarks(report) == [
         "1x16: small is 2 times as fast as eager",

@@ -88,7 +88,7 @@ def test_contenders_take_turns_and_each_round_starts_with_the_next(tmp_path: Pat
     assert turns == "abc" + "abc" + "bca" + "cab" + "abc" + "bca"  # warm-up, then five rounds
 
 
-def test_the_first_call_of_a_shape_is_apart_from_the_median(tmp_path: Path) -> None:
+def test_b177_the_first_call_of_a_shape_is_apart_from_the_median(tmp_path: Path) -> None:
     timings = measure([_stand_in(tmp_path, "a")], [Shape(1, 64), Shape(1, 16), Shape(2, 16)], _nothing, _QUICK)
     assert [timing.first_ms for timing in timings] == [1000.0] * 3
     assert [timing.p50_ms for timing in timings] == [16.0, 16.0, 64.0]  # smallest shape first
@@ -105,7 +105,7 @@ def test_quick_calls_are_repeated_until_a_round_is_long_enough(tmp_path: Path) -
     assert [calls for _, _, calls in _log(tmp_path)] == ["3"] + ["51"] * 5 + ["3"] + ["6"] * 5
 
 
-def test_a_worker_that_sleeps_on_a_new_shape_is_slow_in_its_first_call_only(tmp_path: Path) -> None:
+def test_b177_a_worker_that_sleeps_on_a_new_shape_is_slow_in_its_first_call_only(tmp_path: Path) -> None:
     code = """
 import time
 from tx_export._bench_worker import Ready, serve

@@ -71,7 +71,7 @@ def test_stored_weights_have_a_scale_for_each_column_and_never_the_value_minus_1
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_a_column_of_zeros_has_a_finite_scale_and_gives_exactly_its_bias(per_channel: bool) -> None:
+def test_b127_a_column_of_zeros_has_a_finite_scale_and_gives_exactly_its_bias(per_channel: bool) -> None:
     weight, bias = normal(16, 8), normal(8, seed=1)
     weight[:, 3] = 0
     weight[:, 4] = 1e-44  # so near to zero that a 127th of it is none
@@ -83,7 +83,7 @@ def test_a_column_of_zeros_has_a_finite_scale_and_gives_exactly_its_bias(per_cha
     assert (y[:, 3:5] == bias[3:5]).all()
 
 
-def test_a_weight_of_zeros_only_gives_exactly_its_bias() -> None:
+def test_b127_a_weight_of_zeros_only_gives_exactly_its_bias() -> None:
     bias = normal(8, seed=1)
     body = "y = Gemm (x, w, bias)"
     for per_channel in (True, False):
@@ -92,7 +92,7 @@ def test_a_weight_of_zeros_only_gives_exactly_its_bias() -> None:
         assert (run(model, {"x": normal(5, 16, seed=2)})["y"] == bias).all()
 
 
-def test_scales_for_each_column_beat_one_for_all_where_a_column_is_loud() -> None:
+def test_b113_scales_for_each_column_beat_one_for_all_where_a_column_is_loud() -> None:
     weight, x = normal(64, 32), normal(200, 64, seed=2)
     weight[:, 7] *= 50
     exact = np.delete(x.astype(np.float64) @ weight, 7, axis=1)
@@ -106,7 +106,7 @@ def test_scales_for_each_column_beat_one_for_all_where_a_column_is_loud() -> Non
     assert ratios[True] > 30 and ratios[False] < ratios[True] - 10
 
 
-def test_two_linear_layers_on_a_matrix_are_both_quantized_and_counted() -> None:
+def test_b119_two_linear_layers_on_a_matrix_are_both_quantized_and_counted() -> None:
     first, second, biases = normal(37, 96), normal(5, 37, seed=1), (normal(37, seed=2), normal(5, seed=3))
     model = graph(
         "float[n, 96] x",
@@ -142,7 +142,7 @@ def test_products_that_read_one_input_share_its_quantization() -> None:
         assert (np.abs(found[name] - exact) <= rounding_bound(-x, weight, column_scale(weight))).all()
 
 
-def test_a_second_run_changes_nothing_and_the_outputs_are_bit_equal() -> None:
+def test_b096_a_second_run_changes_nothing_and_the_outputs_are_bit_equal() -> None:
     weights = {"w": normal(16, 8), "table": normal(300, 16)}
     model = graph("int64[n] ids", "float[n, 8] y", weights, "x = Gather (table, ids) y = MatMul (x, w)")
     assert quantize(model).coverage.done == 2
@@ -154,7 +154,7 @@ def test_a_second_run_changes_nothing_and_the_outputs_are_bit_equal() -> None:
     assert np.array_equal(run(model, feeds)["y"], expected)
 
 
-def test_a_graph_without_products_is_not_modified() -> None:
+def test_b120_a_graph_without_products_is_not_modified() -> None:
     outcome = quantize(graph("float[n] x", "float[n] y", {}, "y = Neg (x)"))
     assert (outcome.modified, outcome.coverage.done, outcome.coverage.of) == (False, 0, 0)
 
@@ -217,7 +217,7 @@ def test_products_without_a_weight_are_not_counted() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["w", "table"])
-def test_weights_that_are_not_finite_are_refused_by_name_and_number(where: str, value: float) -> None:
+def test_b129_weights_that_are_not_finite_are_refused_by_name_and_number(where: str, value: float) -> None:
     weights = {"w": normal(16, 8), "table": normal(300, 16)}
     weights[where][2, 3] = weights[where][5, 3] = value
     model = graph("int64[n] ids", "float[n, 8] y", weights, "x = Gather (table, ids) y = MatMul (x, w)")
@@ -226,7 +226,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(where: str, 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_products_at_the_top_of_both_ranges_do_not_saturate(sign: int) -> None:
+def test_b112_products_at_the_top_of_both_ranges_do_not_saturate(sign: int) -> None:
     weight = np.full((768, 16), sign, np.float32)
     weight[::2, 8:] *= -1  # half of the columns cancel
     model = matmul_model(weight)

@@ -116,7 +116,7 @@ def test_the_standard_attention_is_not_taken_for_the_packed_one() -> None:
     assert (outcome.modified, outcome.coverage.of, operators(model)) == (False, 0, ["Attention"])
 
 
-def test_packed_attention_at_the_top_of_both_ranges_does_not_saturate() -> None:
+def test_b112_packed_attention_at_the_top_of_both_ranges_does_not_saturate() -> None:
     weight = np.ones((768, 72), np.float32)
     model = graph(
         "float[b, t, 768] x, int32[b, t] mask",
@@ -161,7 +161,7 @@ def layer_graph() -> ir.Model:
     return graph("float[b, t, 24] x, int32[b, t] mask", "float[b, t, 24] y", weights, body)
 
 
-def test_optimizing_before_or_after_quantizing_both_load_within_the_budget() -> None:
+def test_b122_optimizing_before_or_after_quantizing_both_load_within_the_budget() -> None:
     feeds = {"x": normal(2, 5, 24, seed=2), "mask": _MASK}
     expected = run_graph(layer_graph(), feeds)["y"].astype(np.float64)
     optimize = (FoldConstants(), FuseGelu(), PackQkv())
@@ -179,7 +179,7 @@ def test_optimizing_before_or_after_quantizing_both_load_within_the_budget() -> 
     assert counts["first", "fuse_gelu"] == counts["last", "fuse_gelu"] == 1
 
 
-def test_optimizing_a_second_time_changes_nothing_and_behind_quantizing_no_answer() -> None:
+def test_b096_optimizing_a_second_time_changes_nothing_and_behind_quantizing_no_answer() -> None:
     feeds = {"x": normal(2, 5, 24, seed=2), "mask": _MASK}
     model, optimize = layer_graph(), (FoldConstants(), FuseGelu(), PackQkv())
     for item in optimize:

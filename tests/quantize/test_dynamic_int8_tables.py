@@ -71,7 +71,7 @@ def size_of(model: ir.Model, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("form", _TIED)
-def test_a_tied_table_is_stored_once(form: str, tmp_path: Path) -> None:
+def test_b117_a_tied_table_is_stored_once(form: str, tmp_path: Path) -> None:
     table = normal(8000, 96)
     model = graph("int64[n] ids", "float[n, 8000] y", {"table": table}, _TIED[form])
     before = size_of(model, tmp_path)

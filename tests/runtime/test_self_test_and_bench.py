@@ -32,7 +32,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     return dict(self_test(Model(folder, threads=1))["outputs"]["logits"])
 
 
-def test_samples_that_agree_end_with_0_and_show_difference_and_provider(
+def test_b179_samples_that_agree_end_with_0_and_show_difference_and_provider(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--self-test"], make_artifact(tmp_path / "a")) == 0
@@ -41,7 +41,7 @@ def test_samples_that_agree_end_with_0_and_show_difference_and_provider(
     assert provider == "provider: cpu (CPUExecutionProvider), 1 samples"
 
 
-def test_a_sample_that_was_tampered_with_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_b179_a_sample_that_was_tampered_with_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = logits(IDS, MASK).astype(np.float32)
     wrong[1, 0] += 0.01
     folder = with_samples(make_artifact(tmp_path / "a"), {"max_abs": 1e-3}, **{"case0/output/logits": wrong})
@@ -107,7 +107,7 @@ def test_an_artifact_without_samples_can_not_be_tested(tmp_path: Path) -> None:
         self_test(Model(folder))
 
 
-def test_a_runtime_that_kills_its_process_is_named_with_signal_and_cpu(tmp_path: Path) -> None:
+def test_b183_a_runtime_that_kills_its_process_is_named_with_signal_and_cpu(tmp_path: Path) -> None:
     folder, package = make_artifact(tmp_path / "a"), tmp_path / "path" / "onnxruntime"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n", encoding="utf-8")
@@ -137,7 +137,7 @@ def test_a_bench_drops_lengths_over_the_bound_and_says_so(tmp_path: Path, capsys
     assert error.startswith("notice: bench: 17, 99 tokens are over the bound of 16; left out\n")
 
 
-def test_a_bench_on_a_busy_machine_says_so(
+def test_b196_a_bench_on_a_busy_machine_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A stand-in clock: every tenth call takes five times as long.
@@ -160,7 +160,7 @@ def test_a_bench_of_nothing_is_a_usage_error(tmp_path: Path) -> None:
             bench(tmp_path, batches, tokens)
 
 
-def test_the_first_call_of_a_shape_is_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b177_the_first_call_of_a_shape_is_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for a provider that builds an engine for each new shape.
     seen: set[tuple[int, ...]] = set()
     clock = [0.0]

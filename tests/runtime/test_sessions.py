@@ -30,7 +30,7 @@ def test_a_provider_that_the_artifact_lacks_is_an_error_that_lists_both_sides(tm
         Model(make_artifact(tmp_path / "a"), provider="cuda")
 
 
-def test_a_provider_that_onnxruntime_lacks_is_an_error_that_lists_what_it_has(
+def test_b175_a_provider_that_onnxruntime_lacks_is_an_error_that_lists_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_artifact(tmp_path / "a", session={"cuda": Cuda().session()})
@@ -39,7 +39,7 @@ def test_a_provider_that_onnxruntime_lacks_is_an_error_that_lists_what_it_has(
         Model(folder)
 
 
-def test_a_session_that_fell_back_to_another_provider_is_refused(
+def test_b175_a_session_that_fell_back_to_another_provider_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Stand-ins: a runtime that lists CUDA, can't load its library, and goes on with the CPU.
@@ -54,7 +54,7 @@ def test_a_session_that_fell_back_to_another_provider_is_refused(
         Model(folder)
 
 
-def test_an_onnxruntime_that_is_too_old_is_told_apart_before_a_session_is_made(
+def test_b184_an_onnxruntime_that_is_too_old_is_told_apart_before_a_session_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_artifact(tmp_path / "a", min_onnxruntime="99.0")
@@ -109,7 +109,7 @@ def test_threads_are_at_least_one() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_threads_follow_the_affinity_and_stderr_stays_empty(tmp_path: Path, count: int) -> None:
+def test_b190_threads_follow_the_affinity_and_stderr_stays_empty(tmp_path: Path, count: int) -> None:
     folder, cpus = make_artifact(tmp_path / "a"), sorted(os.sched_getaffinity(0))[:count]
     code = f"""
 import os, sys
@@ -146,14 +146,16 @@ print(model.threads)
         ({}, []),
     ],
 )
-def test_cgroup_quotas_of_both_versions_are_read(tmp_path: Path, files: dict[str, str], quotas: list[float]) -> None:
+def test_b190_cgroup_quotas_of_both_versions_are_read(
+    tmp_path: Path, files: dict[str, str], quotas: list[float]
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert list(runtime._cgroup_quotas(tmp_path)) == quotas
 
 
-def test_threads_are_the_quota_rounded_up_but_no_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b190_threads_are_the_quota_rounded_up_but_no_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     for quotas, expected in (([1.5], 2), ([0.2], 1), ([], 8), ([16.0], 8), ([6.0, 3.0], 3)):
         monkeypatch.setattr(runtime, "_cgroup_quotas", lambda root, found=quotas: iter(found))
@@ -170,7 +172,7 @@ def test_threads_are_the_quota_rounded_up_but_no_more_than_the_affinity(monkeypa
         ("", 3, False),  # no x86, or unknown
     ],
 )
-def test_int8_on_an_x86_cpu_without_vnni_is_announced(
+def test_b112_int8_on_an_x86_cpu_without_vnni_is_announced(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -269,7 +271,7 @@ def test_the_session_of_the_workers_is_opened_when_it_pays_and_closed_when_it_do
     assert set(single._sessions._by_threads) == {1}
 
 
-def test_memory_does_not_grow_with_the_variety_of_shapes(tmp_path: Path) -> None:
+def test_b192_memory_does_not_grow_with_the_variety_of_shapes(tmp_path: Path) -> None:
     code = """
 random = np.random.default_rng(0)
 for count in range(1, 501):
@@ -280,7 +282,7 @@ for count in range(1, 501):
     assert all_of_them <= 1.3 * hundred
 
 
-def test_an_idle_model_leaves_the_cpu_alone(tmp_path: Path) -> None:
+def test_b191_an_idle_model_leaves_the_cpu_alone(tmp_path: Path) -> None:
     code = """
 feed(2, 256)
 before = time.process_time()
@@ -291,7 +293,7 @@ print(time.process_time() - before)
     assert spent <= 0.2  # seconds of CPU in 2 s; threads that spin would spend 2
 
 
-def test_one_session_gives_the_same_bits_each_time(tmp_path: Path) -> None:
+def test_b194_one_session_gives_the_same_bits_each_time(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "a")
     one, other = Model(folder, threads=2), Model(folder, threads=2)
     feeds = {"input_ids": np.random.default_rng(0).integers(0, 15, (4, 16))}

@@ -57,7 +57,7 @@ def test_results_come_in_input_order_whatever_the_lengths(model: Model) -> None:
     assert np.ptp(np.array(alone)) > 0.1  # the texts differ, so a wrong order would show
 
 
-def test_a_batch_is_padded_to_its_longest_row_only_and_stays_within_the_budget(
+def test_b198_a_batch_is_padded_to_its_longest_row_only_and_stays_within_the_budget(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: list[tuple[int, ...]] = []
@@ -122,7 +122,7 @@ def test_what_is_no_text_is_refused(model: Model, texts: Any, message: str) -> N
         model(texts)
 
 
-def test_an_empty_text_is_answered_from_the_special_tokens(model: Model) -> None:
+def test_b208_an_empty_text_is_answered_from_the_special_tokens(model: Model) -> None:
     for text in ("", " "):
         assert np.abs(np.array(scores(model([text])[0])) - reference([2, 3])).max() <= ROUNDING
     both = model(["", "hello"])
@@ -186,7 +186,7 @@ def test_b206_a_pad_id_that_the_model_lacks_changes_no_answer(tmp_path: Path, pa
         "\u4e00" * 100_000,
     ],
 )
-def test_a_hundred_thousand_characters_give_what_cutting_after_tokenizing_gives(model: Model, text: str) -> None:
+def test_b209_a_hundred_thousand_characters_give_what_cutting_after_tokenizing_gives(model: Model, text: str) -> None:
     # The reference is the tokenizers package on the whole text; a pair of the two takes the other half.
     full = tokenizers.Tokenizer.from_str((model.folder / "tokenizer.json").read_text(encoding="utf-8"))
     full.no_padding()
@@ -197,7 +197,7 @@ def test_a_hundred_thousand_characters_give_what_cutting_after_tokenizing_gives(
 
 
 @pytest.mark.parametrize("text", ["the film was good, a bad one. " * 3_334, "good " + "\u4e00" * 100_000])
-def test_what_is_thrown_away_is_not_tokenized(model: Model, text: str) -> None:
+def test_b209_what_is_thrown_away_is_not_tokenized(model: Model, text: str) -> None:
     assert model._tokenizer is not None
     assert LIMIT < len(model._tokenizer._shorten(text)) < 5_000
 
@@ -232,7 +232,7 @@ def test_other_tokenizers_are_cut_right_too(kind: str, tmp_path: Path) -> None:
         assert ours.encode(0, text).ids == full.encode(text).ids
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character(
+def test_b210_half_a_surrogate_pair_becomes_the_replacement_character(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = Model(make_artifact(tmp_path / "a"), threads=1)
@@ -288,7 +288,9 @@ def test_any_other_task_gives_the_outputs_without_padding(tmp_path: Path) -> Non
     assert np.array(long["outputs"]["logits"]).shape == (5, 2)
 
 
-def test_a_graph_without_token_types_gets_none_and_one_without_a_tokenizer_of_them_gets_zeros(tmp_path: Path) -> None:
+def test_b205_a_graph_without_token_types_gets_none_and_one_without_a_tokenizer_of_them_gets_zeros(
+    tmp_path: Path,
+) -> None:
     folder = make_artifact(tmp_path / "a")
     known = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
