@@ -98,7 +98,9 @@ def _text(model: EagerModel) -> dict[str, Any]:
 
 
 def _attention_layers(module: nn.Module) -> list[MultiHeadAttention]:
-    return [layer for layer in module.modules() if isinstance(layer, MultiHeadAttention)]
+    # One layer that stands at several places (ALBERT) runs at each.
+    every = module.named_modules(remove_duplicate=False)
+    return [layer for _, layer in every if isinstance(layer, MultiHeadAttention)]
 
 
 def _fused(graph: ir.Model, module: nn.Module) -> Coverage:
