@@ -93,7 +93,22 @@ _KEYS: dict[str, type] = {
     "session": dict,
     "files": dict,
 }
-_OPTIONAL_KEYS: dict[str, type] = {"text": dict, "quantized": dict, "verified_on": dict, "verification": dict}
+_OPTIONAL_KEYS: dict[str, type] = {
+    "source": str,
+    "config": dict,
+    "weights": str,
+    "pipeline": str,
+    "opset": int,
+    "ir_version": int,
+    "domains": dict,
+    "text": dict,
+    "fused": dict,
+    "quantized": dict,
+    "pruned": dict,
+    "verification": dict,
+    "verified_on": dict,
+    "versions": dict,
+}
 _TEXT_KEYS: dict[str, type] = {"pad_id": int, "labels": list, "scores": str}
 _SETTINGS_KEYS: dict[str, type] = {
     "provider": str,
@@ -102,8 +117,13 @@ _SETTINGS_KEYS: dict[str, type] = {
     "run_config": dict,
     "give_back_config": dict,
     "disabled_optimizers": list,
+    "graph_optimization": str,
+    "arena": bool,
+    "mem_pattern": bool,
+    "one_thread_workers": bool,
     "batch_tokens": int,
 }
+_NAMES_A_FILE = re.compile(r"path|file|folder|dir\b|directory|library", re.IGNORECASE)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -116,7 +136,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such folder; an artifact is a folder with a manifest.json")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: missing, so this is not an artifact") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -129,43 +149,97 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
 def _check_keys(path: Path, manifest: Any) -> None:
     if not isinstance(manifest, dict):
         raise ArtifactError(f"{path}: holds no object")
     version = manifest.get("format_version")
-    if version != _FORMAT:
-        raise ArtifactError(f"{path}: format_version is {version!r}; this program reads {_FORMAT}")
+    if version != _FORMAT or not _is(version, int):
+        newer = "; update what reads it" if isinstance(version, int) and version > _FORMAT else ""
+        raise ArtifactError(f"{path}: format_version is {version!r}; this program reads {_FORMAT}{newer}")
     _check_types(path, manifest, _KEYS, needed=tuple(_KEYS))
     _check_types(path, manifest, _OPTIONAL_KEYS)
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", manifest["min_onnxruntime"]):
+        raise ArtifactError(f"{path}: key 'min_onnxruntime' is {manifest['min_onnxruntime']!r}, not X.Y.Z")
     text = manifest.get("text")
     for name in ("model.onnx",) if text is None else ("model.onnx", "tokenizer.json"):
         if name not in manifest["files"]:
             raise ArtifactError(f"{path}: lists no file {name}")
     for settings in manifest["session"].values() or [None]:
-        if not isinstance(settings, dict):
-            raise ArtifactError(f"{path}: key 'session' has no settings for a provider")
-        _check_types(path, settings, _SETTINGS_KEYS, needed=("provider",))
-    try:
-        tensors = [_Tensor.parse(item) for item in manifest["inputs"] + manifest["outputs"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"{path}: an input or output can't be read: {error!r}") from error
-    if not manifest["outputs"]:
+        _check_settings(path, settings)
+    inputs, outputs = (_check_tensors(path, manifest, key) for key in ("inputs", "outputs"))
+    if not outputs:
         raise ArtifactError(f"{path}: has no outputs")
     if text is not None:
-        _check_types(path, text, _TEXT_KEYS)
-        if not all(isinstance(label, str) for label in text.get("labels") or ()):
-            raise ArtifactError(f"{path}: a label is not a str")
-        if not isinstance(text.get("max_length"), int) or text["max_length"] < 1:
-            raise ArtifactError(f"{path}: key 'text' has no max_length from 1 up")
-        if not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in tensors):
-            raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
+        _check_text(path, text, inputs)
+    _check_verification(path, manifest.get("verification") or {}, manifest.get("verified_on") or {})
+
+
+def _check_settings(path: Path, settings: Any) -> None:
+    if not isinstance(settings, dict):
+        raise ArtifactError(f"{path}: key 'session' has no settings for a provider")
+    _check_types(path, settings, _SETTINGS_KEYS, needed=("provider",))
+    _check_strings(path, "disabled_optimizers", settings.get("disabled_optimizers"))
+    for key in ("provider_options", "config", "run_config", "give_back_config"):
+        for option, value in (settings.get(key) or {}).items():
+            if _NAMES_A_FILE.search(option):
+                raise ArtifactError(f"{path}: key {key!r} sets {option}; an artifact's settings name no files; refused")
+            if not isinstance(value, (str, int, float)):
+                raise ArtifactError(f"{path}: key {key!r} sets {option} to a {type(value).__name__}")
+
+
+def _check_tensors(path: Path, manifest: Mapping[str, Any], key: str) -> list[_Tensor]:
+    try:
+        tensors = [_Tensor.parse(item) for item in manifest[key]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path}: key {key!r}: an input or output can't be read: {error!r}") from error
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) < len(names):
+        raise ArtifactError(f"{path}: key {key!r} has one name twice: {', '.join(names)}")
+    return tensors
+
+
+def _check_text(path: Path, text: Mapping[str, Any], inputs: Sequence[_Tensor]) -> None:
+    _check_types(path, text, _TEXT_KEYS)
+    _check_strings(path, "labels", text.get("labels"), "a label is not a str")
+    if text.get("scores") not in (None, "softmax", "sigmoid"):
+        raise ArtifactError(f"{path}: key 'scores' is {text['scores']!r}; known: softmax, sigmoid")
+    if not _is(text.get("max_length"), int) or text["max_length"] < 1:
+        raise ArtifactError(f"{path}: key 'text' has no max_length from 1 up")
+    if not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in inputs):
+        raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
+
+
+def _check_verification(path: Path, verification: Mapping[str, Any], verified_on: Mapping[str, Any]) -> None:
+    _check_types(path, verification, {"self_test": dict, "passes": list, "overall": dict})
+    for key, value in (verification.get("self_test") or {}).items():
+        limits = value.values() if isinstance(value, dict) else [value]
+        if not all(_is(limit, float) for limit in limits):
+            raise ArtifactError(f"{path}: key 'self_test' has a limit {key} that is not a number")
+    _check_types(path, verified_on, {"provider": str, "instruction_sets": list})
+    _check_strings(path, "instruction_sets", verified_on.get("instruction_sets"))
 
 
 def _check_types(path: Path, found: Mapping[str, Any], keys: Mapping[str, type], needed: Sequence[str] = ()) -> None:
     for key, kind in keys.items():
         value = found.get(key)
-        if not isinstance(value, kind) and (key in needed or value is not None):
+        if not _is(value, kind) and (key in needed or value is not None):
             raise ArtifactError(f"{path}: key {key!r} is missing or not a {kind.__name__}")
+
+
+def _check_strings(path: Path, key: str, values: Any, reason: str = "an item is not a str") -> None:
+    if not all(isinstance(value, str) for value in values or ()):
+        raise ArtifactError(f"{path}: key {key!r}: {reason}")
+
+
+def _is(value: Any, kind: type) -> bool:
+    """As JSON has types: a whole number is a float too, and true is no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
@@ -189,11 +263,17 @@ def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
 
 def _inside(folder: Path, name: str) -> Path:
     """The path of a file of the artifact; one that leaves the folder, by name or by link, is refused."""
-    parts = PurePosixPath(name).parts
+    parts, path = PurePosixPath(name).parts, folder / name
     plain = bool(parts) and ".." not in parts and not name.startswith("/") and "\\" not in name and ":" not in name
-    if not plain or not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise ArtifactError(f"{folder}: the file {name!r} lies outside the artifact; refused")
-    return folder / name
+    try:
+        inside = plain and path.resolve().is_relative_to(folder.resolve())
+        path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # no name of a file, or links in a circle
+        raise ArtifactError(f"{folder}: the file {name!r} can't be looked for: {error}") from error
+    if not inside:
+        link = " (it is a symlink; cp -rL makes a copy that holds the files themselves)" if plain else ""
+        raise ArtifactError(f"{folder}: the file {name!r} lies outside the artifact; refused{link}")
+    return path
 
 
 # The parts of an ONNX file in which tensors can hide: message -> field number -> message (onnx.proto).
@@ -373,18 +453,23 @@ class _Tensor:
     def parse(cls, item: Mapping[str, Any]) -> _Tensor:
         dims = tuple(_parse_dim(dim) for dim in item["dims"])
         low, high = item.get("range") or (None, None)
-        if not all(value is None or isinstance(value, (int, float)) for value in (low, high)):
+        if not (low is high is None or (_is(low, float) and _is(high, float) and low <= high)):  # type: ignore[operator]
             raise ValueError(f"range {low!r}, {high!r}")
-        return cls(str(item["name"]), np.dtype(str(item["dtype"])), dims, low, high)
+        name, dtype = item["name"], np.dtype(str(item["dtype"]))
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name {name!r}")
+        if dtype.kind not in "biuf":
+            raise ValueError(f"dtype {dtype} holds no numbers")
+        return cls(name, dtype, dims, low, high)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.dtype}[{','.join(str(dim) for dim in self.dims)}]"
 
 
 def _parse_dim(dim: int | str) -> int | _Dim:
-    if isinstance(dim, int):
-        return dim
-    found = _DIM.fullmatch(dim)
+    if _is(dim, int) and int(dim) >= 0:
+        return int(dim)
+    found = _DIM.fullmatch(dim) if isinstance(dim, str) else None
     if found is None:
         raise ValueError(f"dim {dim!r}")
     return _Dim(found["name"], int(found["bound"]) if found["bound"] else None)
@@ -735,8 +820,13 @@ def _whole(text: str) -> str:
 
 
 def _scores(kind: str, logits: np.ndarray) -> np.ndarray:
-    """Probabilities of the labels: softmax over them, or a sigmoid for each; one label alone takes the sigmoid."""
+    """Probabilities of the labels: softmax over them, or a sigmoid for each; one label alone takes the sigmoid.
+
+    The scores of a regression, or of a cross-encoder that says so, are the logits themselves.
+    """
     logits = logits.astype(np.float64)
+    if kind == "identity":
+        return logits
     if kind == "sigmoid" or logits.shape[-1] == 1:
         return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)))
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
