@@ -165,7 +165,9 @@ def test_the_table_has_a_row_per_measurement_and_the_first_call_apart(
     assert table.row_count == len(report["rows"]) == 12
     Console(width=140, file=sys.stdout).print(table)
     shown = capsys.readouterr().out
-    assert "first ms" in shown and "99.00" in shown and "small is 2 times as fast as eager" in shown
+    assert (
+        "first ms" in shown and "99.00" in shown and "calls" in shown and "small is 2 times as fast as eager" in shown
+    )
 
 
 def test_the_chart_is_a_png_and_says_what_it_needs(
@@ -200,13 +202,14 @@ def test_the_artifact_and_eager_are_timed_in_processes_of_their_own(small_artifa
 def test_the_report_of_an_artifact_holds_the_newest_medians_only(tmp_path: Path) -> None:
     path = tmp_path / "REPORT.md"
     path.write_text("# small\n\nwhat was done\n\n", encoding="utf-8")
-    row = {"contender": "small", "batch": 1, "tokens": 16, "p50_ms": 1.5, "p95_ms": 2.0, "tokens_per_s": 1.0,
-           "peak_rss_mb": 3.0, "load_ms": 4.0, "spread": 0.0, "against_artifact": None}  # fmt: skip
+    row = {"contender": "small", "provider": "cpu", "batch": 1, "tokens": 16, "p50_ms": 1.5, "p95_ms": 2.0,
+           "first_ms": 9.0, "calls": 25, "tokens_per_s": 1.0, "peak_rss_mb": 3.0, "load_ms": 4.0, "spread": 0.0,
+           "against_artifact": None}  # fmt: skip
     for milliseconds in (7.25, 1.5):
         report = {"artifact": "small", "cpu": "a CPU", "threads": 2, "onnxruntime": "1", "torch": "2"}
         benchmark.record(report | {"rows": [row | {"p50_ms": milliseconds}]}, path)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# small\n\nwhat was done\n\n## Latency\n")
     assert text.count("## Latency") == 1
-    assert "| small | 1 | 16 | 1.5 |" in text
+    assert "| small | cpu | 1 | 16 | 1.5 | 2.0 | 9.0 | 25 |" in text
     assert "7.25" not in text

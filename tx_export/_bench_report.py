@@ -52,6 +52,7 @@ def table(report: Mapping[str, Any]) -> Table:
         "p50 ms",
         "p95 ms",
         "first ms",
+        "calls",
         "tokens/s",
         "peak MB",
         "load ms",
@@ -64,7 +65,7 @@ def table(report: Mapping[str, Any]) -> Table:
             shown.add_section()
         previous = (row["batch"], row["tokens"])
         milliseconds = [f"{row[key]:.2f}" for key in ("p50_ms", "p95_ms", "first_ms")]
-        whole = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "peak_rss_mb", "load_ms")]
+        whole = [f"{row[key]:,.0f}" for key in ("calls", "tokens_per_s", "peak_rss_mb", "load_ms")]
         shown.add_row(row["contender"], row["provider"], str(row["batch"]), str(row["tokens"]), *milliseconds, *whole)
     return shown
 
@@ -74,7 +75,10 @@ def record(report: Mapping[str, Any], path: Path) -> None:
     where = (
         f"{report['cpu']}, {report['threads']} threads, onnxruntime {report['onnxruntime']}, torch {report['torch']}"
     )
-    columns = ("contender", "batch", "tokens", "p50_ms", "p95_ms", "tokens_per_s", "peak_rss_mb", "load_ms")
+    columns = (
+        "contender", "provider", "batch", "tokens", "p50_ms", "p95_ms", "first_ms", "calls", "tokens_per_s",
+        "peak_rss_mb", "load_ms",
+    )  # fmt: skip
     lines = [_LATENCY, "", where, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in report["rows"]]
     lines += ["", *(f"- {remark}" for remark in remarks(report)), ""]
