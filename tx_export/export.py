@@ -20,6 +20,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
 from torch import nn
 
 from tx_export._slow_path import slow_path
+from tx_export._torch_attention import torch_attention
 from tx_export.errors import ExportError
 from tx_export.models.parts.attention import Ops, emitting
 from tx_export.spec import Dim, EagerModel, TensorSpec
@@ -118,7 +119,14 @@ def export(model: EagerModel, target: Target) -> ir.Model:
         {axis: dims[dim.name] for axis, dim in enumerate(spec.dims) if isinstance(dim, Dim) and dim.name in dims}
         for spec in model.inputs
     )
-    with _quiet(), slow_path(), _evaluating(model.module), torch.no_grad(), emitting(target.ops):
+    with (
+        _quiet(),
+        slow_path(),
+        _evaluating(model.module),
+        torch.no_grad(),
+        emitting(target.ops),
+        torch_attention(target.ops),
+    ):
         try:
             program = torch.onnx.export(
                 model.module,

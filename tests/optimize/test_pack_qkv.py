@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
+from tx_export.optimize.fold_constants import FoldConstants
 from tx_export.optimize.pack_qkv import PackQkv
 from tx_export.passes import Outcome
 from tx_export.testing import graph_from_text, run_graph
@@ -163,6 +165,53 @@ def test_a_mask_and_biases_may_be_left_out_of_the_operator() -> None:
     assert_close(found, reference(x, np.ones((2, 5)), 24))
 
 
+def test_a_bias_of_the_scores_goes_along() -> None:
+    model = attention_graph(
+        attention_body().replace("value, , mask", "value, , mask, scores"), 24, 24, inputs=", float[1, 3, t, t] scores"
+    )
+    feeds = {
+        "x": normal(2, 5, 24, seed=3),
+        "mask": np.array(_MASKS["left"], np.int32),
+        "scores": normal(1, 3, 5, 5, seed=4),
+    }
+    expected = run_graph(model, feeds)["y"]
+    assert pack(model).coverage.done == 1
+    assert operators(model) == ["Attention"]
+    assert_close(run_graph(model, feeds)["y"], expected)
+    assert np.abs(run_graph(model, feeds | {"scores": 0 * feeds["scores"]})["y"] - expected).max() > 1e-2
+
+
+def _cut_body(axis: int, parts: tuple[tuple[int, int], ...] = ((0, 24), (24, 48), (48, 72))) -> str:
+    """Query, key and value as ranges of one product of 72 columns."""
+    cuts = [
+        f"start_{i} = Constant <value = int64[1] {{{start}}}> () end_{i} = Constant <value = int64[1] {{{end}}}> () "
+        f"{role} = Slice (whole, start_{i}, end_{i}, axis)"
+        for i, (role, (start, end)) in enumerate(zip(_ROLES, parts, strict=True))
+    ]
+    attend = "y = com.microsoft.MultiHeadAttention <num_heads = 3> (query, key, value, , mask)"
+    product = "product = MatMul (x, query_weight) whole = Add (product, query_bias)"
+    return " ".join([product, f"axis = Constant <value = int64[1] {{{axis}}}> ()", *cuts, attend])
+
+
+def _shape_whole(model: ir.Model) -> None:
+    for value in (value for node in model.graph for value in node.outputs if value.name == "whole"):
+        value.shape = ir.Shape(["b", "t", 72])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_columns_of_one_product_are_packed_in_any_order(order: tuple[int, ...]) -> None:
+    parts = tuple((24 * number, 24 * number + 24) for number in order)
+    model = attention_graph(_cut_body(2, parts), 24, 72)
+    model.graph.outputs[0].shape = ir.Shape(["b", "t", 24])
+    _shape_whole(model)
+    FoldConstants()(model)
+    feeds = {"x": normal(2, 5, 24, seed=3), "mask": np.array(_MASKS["holed"], np.int32)}
+    expected = run_graph(model, feeds)["y"]
+    assert pack(model).coverage.done == 1
+    assert operators(model) == ["Attention"]
+    assert_close(run_graph(model, feeds)["y"], expected)
+
+
 _TWO_SOURCES = attention_body(source="memory")
 _TIED = attention_body().replace("MatMul (x, key_weight)", "MatMul (x, turned)")
 _NEAR_MISSES = {
@@ -218,11 +267,29 @@ _NEAR_MISSES = {
         ", float[72] packed",
         "its query, key and value biases stand in the operator",
     ),
-    "an attention bias": (
-        attention_body().replace("value, , mask", "value, , mask, scores"),
+    "a past": (
+        attention_body().replace("value, , mask", "value, , mask, , keys, values"),
         "",
-        ", float[1, 3, t, t] scores",
-        "it has a bias or a past",
+        ", float[b, 3, p, 8] keys, float[b, 3, p, 8] values",
+        "it has a past",
+    ),
+    "rows of a product": (
+        _cut_body(axis=1, parts=((0, 1), (1, 2), (2, 3))),
+        "",
+        "",
+        "not columns of a linear layer",
+    ),
+    "columns that others read": (
+        _cut_body(axis=2) + " z = Neg (whole)",
+        ", float[b, t, 72] z",
+        "",
+        "a product has other readers",
+    ),
+    "columns of something else": (
+        _cut_body(axis=2).replace("Add (product, query_bias)", "Neg (product)"),
+        "",
+        "",
+        "not the output of a linear layer",
     ),
     "keys as outputs": (
         attention_body(output="y, keys, values"),
@@ -236,7 +303,9 @@ _NEAR_MISSES = {
 @pytest.mark.parametrize("case", _NEAR_MISSES)
 def test_what_cannot_be_packed_stays_and_the_reason_is_told(case: str) -> None:
     body, outputs, inputs, reason = _NEAR_MISSES[case]
-    model = attention_graph(body, 24, 24, outputs, inputs)
+    model = attention_graph(body, 24, 72 if "whole" in body else 24, outputs, inputs)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    _shape_whole(model)
     before = operators(model)
     outcome = pack(model)
     assert operators(model) == before

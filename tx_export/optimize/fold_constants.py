@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
@@ -32,7 +33,8 @@ class FoldConstants(GraphPass):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         DeduplicateInitializersPass(size_limit=1 << 62)(model)
         CommonSubexpressionEliminationPass()(model)
-        turned = sum(_turn(model.graph, node) for node in list(model.graph) if _is_turned_weight(node))
+        turned = sum(_take(model.graph, node) for node in list(model.graph) if node.op_type == "Slice")
+        turned += sum(_turn(model.graph, node) for node in list(model.graph) if _is_turned_weight(node))
         IdentityEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
         _part_outputs(model.graph, ends)
@@ -65,6 +67,30 @@ def _not_a_weight(node: ir.Node) -> bool | None:
 
 def _is_turned_weight(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and array_of(node.inputs[0]) is not None
+
+
+def _take(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace Slice(weight) by what it takes, where the whole weight is read by nothing but slices."""
+    weight, *given = node.inputs
+    arrays = [array_of(value) for value in given]
+    array = array_of(weight)
+    if weight is None or array is None or any(each is None for each in arrays) or node.outputs[0].is_graph_output():
+        return False
+    if weight.is_graph_output() or any(use.node.op_type != "Slice" for use in weight.uses()):
+        return False
+    starts, ends, axes, steps = (*arrays, None, None)[:4]
+    assert starts is not None and ends is not None
+    axes = np.arange(starts.size) if axes is None else axes
+    steps = np.ones_like(starts) if steps is None else steps
+    taken = [slice(None)] * array.ndim
+    for start, end, axis, step in zip(*(each.tolist() for each in (starts, ends, axes, steps)), strict=True):
+        taken[axis] = slice(start, end, step)
+    number = [use.node for use in weight.uses()].index(node)
+    node.outputs[0].replace_all_uses_with(add_initializer(graph, f"{weight.name}.{number}", array[tuple(taken)]))
+    graph.remove(node, safe=True)
+    if not weight.uses():
+        graph.initializers.pop(str(weight.name))
+    return True
 
 
 def _turn(graph: ir.Graph, node: ir.Node) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from tx_export._graph import Linear, add_initializer, add_node, linear_behind, only_use, replace
+from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_behind, only_use, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["PackQkv"]
@@ -34,15 +35,15 @@ class PackQkv(GraphPass):
 
 def _match(node: ir.Node) -> list[Linear] | str:
     """The three products, or why they can't be one."""
-    if len(node.inputs) > 5 and any(value is not None for value in node.inputs[5:]):
-        return "it has a bias or a past"
+    if any(value is not None for value in node.inputs[6:]):
+        return "it has a past"
     if len(node.inputs) > 3 and node.inputs[3] is not None:
         return "its query, key and value biases stand in the operator"
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return "its keys and values are outputs too"
     linears: list[Linear] = []
     for value in (*node.inputs, None, None)[:3]:
-        linear = linear_behind(value) if value is not None else "an input is missing"
+        linear = _linear(value, node) if value is not None else "an input is missing"
         if isinstance(linear, str):
             return linear
         if linear.turned or _is_read_otherwise(linear.weight_value):
@@ -53,6 +54,24 @@ def _match(node: ir.Node) -> list[Linear] | str:
     if len({linear.x for linear in linears}) > 1:
         return "query, key and value come from different inputs"
     return linears
+
+
+def _linear(value: ir.Value, node: ir.Node) -> Linear | str:
+    """The linear layer that gives a value, as a whole or with a range of its columns."""
+    cut = value.producer()
+    if cut is None or cut.op_type != "Slice" or cut.inputs[0] is None:
+        return linear_behind(value)
+    whole = cut.inputs[0]
+    linear, (start, end, axis, *step) = linear_behind(whole), (array_of(each) for each in cut.inputs[1:4])
+    if isinstance(linear, str) or start is None or end is None or axis is None or step or whole.shape is None:
+        return "not the output of a linear layer"
+    if start.size != 1 or axis.item() % len(whole.shape) != len(whole.shape) - 1:
+        return "not columns of a linear layer"
+    if whole.is_graph_output() or any(only_use(use.node.outputs[0]) is not node for use in whole.uses()):
+        return "a product has other readers"
+    columns = slice(start.item(), end.item())
+    bias = None if linear.bias is None else linear.bias[columns]
+    return dataclasses.replace(linear, weight=linear.weight[:, columns], bias=bias, output=value)
 
 
 def _is_read_otherwise(weight: ir.Value) -> bool:
@@ -73,6 +92,7 @@ def _pack(graph: ir.Graph, node: ir.Node, linears: list[Linear]) -> None:
     attributes = dict(node.attributes)
     if len(set(widths)) > 1:  # equal widths are what the operator expects, whatever the width of the input
         attributes["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", widths)
-    mask = node.inputs[4] if len(node.inputs) > 4 else None
-    (context,) = add_node(node, "com.microsoft::Attention", [linears[0].x, packed, bias, mask], attributes)
+    mask, attention_bias = (*node.inputs, *[None] * 6)[4:6]
+    inputs = [linears[0].x, packed, bias, mask, *([] if attention_bias is None else [None, attention_bias])]
+    (context,) = add_node(node, "com.microsoft::Attention", inputs, attributes)
     replace(node.outputs[0], context)
