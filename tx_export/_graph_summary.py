@@ -1,4 +1,4 @@
-"""What an ONNX file holds, counted from its graph; weights in other files are not read."""
+"""What an ONNX file holds, counted from its graph; weights in other files are not read, and those elsewhere refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import onnx_ir as ir
 
 from tx_export.errors import ArtifactError
+from tx_export.runtime import external_files
 
 __all__ = ["summarize"]
 
 
 def summarize(path: Path) -> dict[str, Any]:
     """JSON values: file, bytes, ir_version, domains, inputs, outputs, nodes (subgraphs too, most frequent first)."""
+    external_files(path)
     try:
         model = ir.load(path)
     except Exception as error:

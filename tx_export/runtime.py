@@ -47,6 +47,7 @@ __all__ = [
     "available_threads",
     "bench",
     "cpu_name",
+    "external_files",
     "main",
     "open_session",
     "pair_up",
@@ -145,7 +146,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     _check_files(folder, manifest["files"])
     for name in sorted(manifest["files"]):
         if name.endswith(".onnx"):
-            _check_external_data(folder, name, manifest["files"])
+            _check_listed(folder / name, manifest["files"])
     return dict(manifest)
 
 
@@ -288,21 +289,32 @@ _ONNX = {
 }
 
 
-def _check_external_data(folder: Path, name: str, files: Mapping[str, Any]) -> None:
-    """Refuse a model whose weights lie in a file that the manifest doesn't list; read without the onnx package."""
-    path = folder / name
+def _check_listed(path: Path, files: Mapping[str, Any]) -> None:
+    for name in external_files(path):
+        if name not in files:
+            raise ArtifactError(f"{path}: its weights are in {name!r}, which the manifest doesn't list; refused")
+
+
+def external_files(path: Path) -> list[str]:
+    """Names of the files in which an ONNX file's weights lie, found without the onnx package.
+
+    Raises ArtifactError for what is no ONNX file, and for a name or link that leaves its folder.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             view = memoryview(data)
             try:
-                locations = set(_external_locations(view, 0, len(view), "model"))
+                names = sorted(set(_external_locations(view, 0, len(view), "model")))
             finally:
                 view.release()
-    except (IndexError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: not an ONNX file: {error}") from error
-    for location in sorted(locations):
-        if location not in files:
-            raise ArtifactError(f"{path}: its weights are in {location!r}, which the manifest doesn't list; refused")
+    except (OSError, IndexError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not an ONNX file that can be read: {error}") from error
+    for name in names:
+        try:
+            _inside(path.parent, name)
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}: its weights are in {name!r}: {error}") from error
+    return names
 
 
 def _external_locations(view: memoryview, start: int, end: int, message: str) -> Iterator[str]:

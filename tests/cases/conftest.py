@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tx_export import artifact, compiler
 
 from .models import build_from, save_cls, save_hf
 
@@ -59,3 +62,26 @@ def hf_checkpoint(once: Once) -> Path:
 def hf_artifact(once: Once, hf_checkpoint: Path) -> Path:
     """That BERT in fp32."""
     return once("hf-fp32", lambda folder: build_from(hf_checkpoint, folder))
+
+
+def _outside(patch: pytest.MonkeyPatch) -> None:
+    for module in (artifact, compiler):
+        patch.setattr(module, "write_graph", functools.partial(artifact.write_graph, inline_bytes=1000))
+
+
+@pytest.fixture
+def weights_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs with more than 1 kB of weights are written with a data file, as those over 2 GB are."""
+    _outside(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def cls_outside(once: Once, cls_weights: Path) -> Path:
+    """The classifier in fp32 with its weights in a data file."""
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            _outside(patch)
+            build_from(cls_weights, folder)
+
+    return once("cls-outside", make)

@@ -171,3 +171,84 @@ def test_the_program_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["good"], tmp_path / "a") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "tokenizer.json" in error
+
+
+_NAN = float("nan")
+_INPUT = {"name": "input_ids", "dtype": "int64", "dims": ["batch", "tokens<=16"]}
+_TAMPERED: dict[str, tuple[dict[str, Any], str]] = {
+    "a later version": ({"format_version": 2}, "format_version is 2; this program reads 1; update"),
+    "an earlier version": ({"format_version": 0}, "format_version is 0; this program reads 1$"),
+    "a version that is true": ({"format_version": True}, "format_version is True"),
+    "a version that is a float": ({"format_version": 1.0}, "format_version is 1.0"),
+    "a number that is none": ({"opset": _NAN}, "manifest.json: can't be read: NaN is no number of JSON"),
+    "no version of a runtime": ({"min_onnxruntime": "new"}, "key 'min_onnxruntime' is 'new', not X.Y.Z"),
+    "a name that is a number": ({"name": 3}, "key 'name' is missing or not a str"),
+    "domains in a list": ({"domains": []}, "key 'domains' is missing or not a dict"),
+    "an opset in words": ({"opset": "18"}, "key 'opset' is missing or not a int"),
+    "an input twice": ({"inputs": [_INPUT, _INPUT]}, "key 'inputs' has one name twice"),
+    "an input of objects": ({"inputs": [_INPUT | {"dtype": "object"}]}, "key 'inputs'.*dtype object holds no numbers"),
+    "an input of nothing known": ({"inputs": [_INPUT | {"dtype": "thing"}]}, "key 'inputs'"),
+    "an input without a name": ({"inputs": [_INPUT | {"name": ""}]}, "key 'inputs'.*name ''"),
+    "a name in a list": ({"inputs": [_INPUT | {"name": ["x"]}]}, "key 'inputs'.*name"),
+    "a dim below 0": ({"inputs": [_INPUT | {"dims": [-1, 2]}]}, "key 'inputs'.*dim -1"),
+    "a dim that is true": ({"inputs": [_INPUT | {"dims": [True, 2]}]}, "key 'inputs'.*dim True"),
+    "a dim of a dim": ({"outputs": [_INPUT | {"dims": [[2]]}]}, r"key 'outputs'.*dim \[2\]"),
+    "dims that are a number": ({"outputs": [_INPUT | {"dims": 2}]}, "key 'outputs'"),
+    "a range upside down": ({"inputs": [_INPUT | {"range": [9, 0]}]}, "key 'inputs'.*range 9, 0"),
+    "a range of truths": ({"inputs": [_INPUT | {"range": [False, True]}]}, "key 'inputs'.*range"),
+    "half a range": ({"inputs": [_INPUT | {"range": [1]}]}, "key 'inputs'"),
+    "an input that is a word": ({"inputs": ["input_ids"]}, "key 'inputs'"),
+    "a limit that is true": ({"text": {"max_length": True}}, "key 'text' has no max_length from 1 up"),
+    "scores of another kind": ({"text": {"max_length": 8, "scores": "best"}}, "key 'scores' is 'best'"),
+    "a pad id in words": ({"text": {"max_length": 8, "pad_id": "0"}}, "key 'pad_id' is missing or not a int"),
+    "an arena in words": ({"session": {"cpu": {"provider": "x", "arena": "yes"}}}, "key 'arena'"),
+    "batches of half a token": ({"session": {"cpu": {"provider": "x", "batch_tokens": 0.5}}}, "key 'batch_tokens'"),
+    "optimizers by number": (
+        {"session": {"cpu": {"provider": "x", "disabled_optimizers": [1]}}},
+        "disabled_optimizers",
+    ),
+    "an option that holds a dict": (
+        {"session": {"cpu": {"provider": "x", "run_config": {"a": {}}}}},
+        "key 'run_config' sets a to a dict",
+    ),
+    "an option that names a file": (
+        {"session": {"cpu": {"provider": "x", "config": {"ep.context_file_path": "/tmp/x"}}}},
+        "key 'config' sets ep.context_file_path; an artifact's settings name no files; refused",
+    ),
+    "limits of the self-test in words": (
+        {"verification": {"self_test": {"sqnr_db": "low"}}},
+        "key 'self_test' has a limit sqnr_db that is not a number",
+    ),
+    "instruction sets by number": ({"verified_on": {"instruction_sets": [1]}}, "key 'instruction_sets'"),
+}
+
+
+@pytest.mark.parametrize("kind", _TAMPERED)
+def test_a_value_of_a_manifest_that_was_tampered_with_is_refused_by_its_key(kind: str, tmp_path: Path) -> None:
+    change, message = _TAMPERED[kind]
+    folder = make_artifact(tmp_path / "a")
+    edit_manifest(folder, lambda manifest: manifest | change)
+    with pytest.raises(ArtifactError, match=message):
+        Model(folder)
+
+
+_NO_FILES: dict[str, str] = {
+    "a zero byte": "a\0b",
+    "half a character": "\ud800",
+    "too long": "a" * 5000,
+    "the folder itself": ".",
+    "nothing": "",
+    "a folder": "inner",
+    "a circle of links": "circle",
+}
+
+
+@pytest.mark.parametrize("kind", _NO_FILES)
+def test_a_name_in_a_manifest_that_is_no_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "a")
+    (folder / "inner").mkdir()
+    (folder / "circle").symlink_to("circle")
+    listed = {_NO_FILES[kind]: {"bytes": 0, "sha256": ""}}
+    edit_manifest(folder, lambda manifest: manifest | {"files": manifest["files"] | listed})
+    with pytest.raises(ArtifactError, match=r"can't be looked for|lies outside the artifact|inner: missing"):
+        read_manifest(folder)
