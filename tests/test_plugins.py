@@ -100,7 +100,7 @@ def test_a_dataclass_with_postponed_annotations_loads(tmp_path: Path) -> None:
         ("raise ValueError('no luck')", r"broken\.py: importing it raised ValueError: no luck"),
         ("raise SystemExit(3)", r"broken\.py: importing it raised SystemExit: 3"),
         ("def f(:", r"broken\.py: importing it raised SyntaxError"),
-        ("x = 1\n_y = 2\n", r"broken\.py has no 'Net'; it has x$"),
+        ("def x(): pass\n_y = 2\n", r"broken\.py has no 'Net'; it has x$"),
         ("", r"broken\.py has no 'Net'; it has nothing"),
     ],
 )

@@ -1,0 +1,210 @@
+"""What a user's module gives, found by running it: names, dtypes, dims; and what its forward may not do.
+
+Small and large sizes tell which dimension an axis follows. Running the small one again behind the large one tells
+whether forward keeps state; other values tell whether every input, and every output, has to do with the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tx_export import plugins
+from tx_export._module_adapter import Call, ModuleAdapter
+from tx_export._module_inputs import beyond, example, sizes_of
+from tx_export._module_outputs import Place, leaves, output_names
+from tx_export._module_source import UserModule
+from tx_export._module_state import Slot, State, as_it_was, changes, dotted, state_of
+from tx_export._slow_path import slow_path
+from tx_export._torch_state import isolated
+from tx_export.errors import LoadError
+from tx_export.spec import Dim, TensorSpec
+
+__all__ = ["adapted", "run"]
+
+_log = logging.getLogger("tx_export")
+_DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "bfloat16"),
+)
+_DRAWS = 4  # of values, before an input or output is said to have to do with nothing
+
+
+def run(user: UserModule, forward: Callable[..., Any], inputs: Sequence[Tensor], seed: int = 0) -> Any:
+    """What forward returns; its errors become LoadError."""
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+    what = f"{user.reference}: running it on inputs of shape {shapes}"
+    with plugins.foreign(what, LoadError), isolated(seed), torch.no_grad(), slow_path():
+        return forward(*inputs)
+
+
+def adapted(
+    user: UserModule, call: Call, module: nn.Module, specs: Sequence[TensorSpec]
+) -> tuple[ModuleAdapter, tuple[TensorSpec, ...]]:
+    """The module behind an adapter, and its outputs; a notice for each thing about them that may surprise."""
+    module, slots = _settled(user, call, module, specs)
+    small, large = sizes_of(specs)
+    inputs = example(specs, small)
+    with as_it_was(module, slots):
+        found = leaves(run(user, partial(call, module), inputs))
+    if not all(map(torch.equal, inputs, example(specs, small))):
+        call = replace(call, copied=True)
+    places = tuple(place for place, value in found.items() if isinstance(value, Tensor))
+    if not places:
+        raise LoadError(f"{user.reference}: forward returns no tensor; expected at least one")
+    names, renamed = output_names(places, [spec.name for spec in specs])
+    adapter = ModuleAdapter(module, call, places, slots).eval()
+    answers = run(user, adapter, example(specs, small)), run(user, adapter, example(specs, large))
+    outputs = tuple(
+        _spec(f"{user.reference}: output {name!r}", name, pair, (small, large), specs)
+        for name, pair in zip(names, zip(*answers, strict=True), strict=True)
+    )
+    notices = [
+        _listed("dropped, as they are no tensors", _dropped(found)),
+        _listed("outputs with a name of their own", renamed),
+        _listed("outputs that are an input as it is", [] if call.copied else _passed_on(found, names, specs, inputs)),
+        *_unrelated(user, adapter, specs, names, answers[0]),
+    ]
+    for notice in filter(None, notices):
+        _log.warning("%s: %s", user.reference, notice)
+    return adapter, outputs
+
+
+def _listed(what: str, items: Sequence[str]) -> str:
+    return f"{what}: {', '.join(items)}" if items else ""
+
+
+def _settled(
+    user: UserModule, call: Call, module: nn.Module, specs: Sequence[TensorSpec]
+) -> tuple[nn.Module, tuple[Slot, ...]]:
+    """The module with its tables grown to the largest size, and what its forward still writes to.
+
+    LoadError names what it keeps if its answers depend on earlier runs, or on growing without bound.
+    """
+    growing: tuple[Slot, ...] = ()
+    for sizes in sizes_of(specs)[1], beyond(specs):
+        trial = user.copy(module)
+        slots, growing = _trial(user, call, trial, specs, sizes)
+        if not growing:
+            return module, slots
+        module = trial
+    raise LoadError(
+        f"{user.reference}: forward grows {', '.join(map(dotted, growing))} with its inputs; give every dimension a "
+        "bound (tokens<=512), so that it can be grown before the export, or build it at its largest size in __init__"
+    )
+
+
+def _trial(
+    user: UserModule, call: Call, module: nn.Module, specs: Sequence[TensorSpec], large: Mapping[str, int]
+) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """What forward writes to, and those tensors among it that stay as large as the largest input made them."""
+    small, _ = sizes_of(specs)
+    before = state_of(module)
+    first = leaves(run(user, partial(call, module), example(specs, small)))
+    run(user, partial(call, module), example(specs, large))
+    between = state_of(module)
+    again = leaves(run(user, partial(call, module), example(specs, small), seed=1))
+    after = state_of(module)
+    slots = tuple(sorted({*changes(before, between), *changes(before, after)}))
+    if not _same(first, again):
+        cause = f"forward changes {', '.join(map(dotted, slots))}" if slots else "random numbers in forward?"
+        raise LoadError(
+            f"{user.reference}: it answers differently when it is run again on the same inputs ({cause}); "
+            "an artifact keeps no state between runs, and draws no random numbers"
+        )
+    return slots, tuple(slot for slot in slots if _shape(between, slot) == _shape(after, slot) != _shape(before, slot))
+
+
+def _shape(state: State, slot: Slot) -> tuple[int, ...] | None:
+    value = state[slot][0] if slot in state else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _same(first: Mapping[Place, Any], second: Mapping[Place, Any]) -> bool:
+    """Whether two answers agree within what another order of summation explains."""
+    pairs = [(value, second.get(place)) for place, value in first.items() if isinstance(value, Tensor)]
+    return all(
+        isinstance(other, Tensor)
+        and value.shape == other.shape
+        and torch.allclose(value, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for value, other in pairs
+    )
+
+
+def _spec(
+    place: str,
+    name: str,
+    pair: tuple[Tensor, Tensor],
+    sizes: tuple[Mapping[str, int], Mapping[str, int]],
+    inputs: Sequence[TensorSpec],
+) -> TensorSpec:
+    first, second = pair
+    dtype = str(first.dtype).removeprefix("torch.")
+    if first.layout != torch.strided or dtype not in _DTYPES:
+        kind = dtype if first.layout == torch.strided else str(first.layout)
+        raise LoadError(f"{place} is {kind}; ONNX Runtime gives dense tensors of {', '.join(_DTYPES)}")
+    if first.ndim != second.ndim:
+        raise LoadError(f"{place} has {first.ndim} dimensions, and {second.ndim} for larger inputs")
+    named = {dim.name: dim for spec in reversed(inputs) for dim in spec.dims if isinstance(dim, Dim)}
+    small, large = sizes
+    dims: list[int | Dim] = []
+    for axis, (short, long) in enumerate(zip(first.shape, second.shape, strict=True)):
+        known = (named[key] for key in small if (small[key], large[key]) == (short, long))
+        own = Dim(f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{axis}".lstrip("0123456789"))
+        dims.append(short if short == long else next(known, own))
+    return TensorSpec(name, dtype, tuple(dims))
+
+
+def _dropped(found: Mapping[Place, Any]) -> list[str]:
+    dropped = {".".join(place): value for place, value in found.items() if not isinstance(value, Tensor)}
+    return [f"{name} ({'None' if value is None else type(value).__name__})" for name, value in dropped.items()]
+
+
+def _passed_on(
+    found: Mapping[Place, Any], names: Sequence[str], specs: Sequence[TensorSpec], inputs: Sequence[Tensor]
+) -> list[str]:
+    outputs = zip(names, (value for value in found.values() if isinstance(value, Tensor)), strict=True)
+    by_address = {(tensor.data_ptr(), tensor.shape): spec.name for spec, tensor in zip(specs, inputs, strict=True)}
+    addresses = ((name, by_address.get((output.data_ptr(), output.shape))) for name, output in outputs)
+    return [f"{name!r} is {source!r}" for name, source in addresses if source is not None]
+
+
+def _unrelated(
+    user: UserModule,
+    adapter: ModuleAdapter,
+    specs: Sequence[TensorSpec],
+    names: Sequence[str],
+    expected: Sequence[Tensor],
+) -> list[str]:
+    """Inputs that changed no output, and outputs that no input changed, over a few draws of other values."""
+    small, _ = sizes_of(specs)
+
+    def changed(inputs: Sequence[Tensor]) -> set[str]:
+        answer = run(user, adapter, inputs)
+        return {name for name, old, new in zip(names, expected, answer, strict=True) if not _same({(): old}, {(): new})}
+
+    idle, alive = [], set()
+    for index, spec in enumerate(specs):
+        others = [example(specs, small, seed)[index] for seed in range(1, _DRAWS)]
+        others = [other for other in others if not torch.equal(other, example(specs, small)[index])]
+        reached: set[str] = set()
+        for other in others:
+            inputs = list(example(specs, small))
+            inputs[index] = other
+            reached |= changed(inputs)
+        alive |= reached
+        idle += [repr(spec.name)] if others and not reached else []
+    for seed in range(1, _DRAWS):
+        alive |= changed(example(specs, small, seed))
+    constant = [repr(name) for name, old in zip(names, expected, strict=True) if name not in alive and old.numel()]
+    return [
+        _listed("inputs that change no output; they are kept, and may be left out", idle),
+        _listed("outputs that are the same whatever the inputs hold", constant),
+    ]
