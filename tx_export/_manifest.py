@@ -25,6 +25,7 @@ __all__ = ["describe", "report", "samples"]
 
 Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
+_CONTROL_FLOW = ("If", "Loop", "Scan")
 _ATTENTION = ("Attention", "MultiHeadAttention", "QAttention", "GroupQueryAttention")
 _PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 _SAMPLE_TOKENS, _SAMPLE_BYTES = 17, 1_000_000
@@ -41,7 +42,6 @@ def describe(
 ) -> dict[str, Any]:
     """The manifest without its list of files."""
     graph = ir.load(path)
-    nodes = Counter(node.domain or "ai.onnx" for node in graph.graph.all_nodes())
     nothing = Coverage(0, 0)
     return {
         "format_version": 1,
@@ -51,13 +51,7 @@ def describe(
         "config": dict(model.config),
         "weights": model.weights,
         "pipeline": str(pipeline),
-        "opset": graph.opset_imports[""],
-        "ir_version": graph.ir_version,
-        "domains": {
-            domain: {"version": graph.opset_imports["" if domain == "ai.onnx" else domain], "nodes": count}
-            for domain, count in sorted(nodes.items())
-        },
-        "min_onnxruntime": least_onnxruntime(graph),
+        **_graph_facts(graph),
         "inputs": [_tensor(spec) for spec in model.inputs],
         "outputs": [_tensor(spec) for spec in model.outputs],
         "text": None if model.text is None else _text(model),
@@ -69,6 +63,23 @@ def describe(
         "verification": verification,
         "verified_on": {"provider": "cpu", "instruction_sets": _instruction_sets()},
         "versions": {"tx-export": tx_export.__version__} | {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _graph_facts(graph: ir.Model) -> dict[str, Any]:
+    """What the file asks of a runtime, and what it holds that people should know of."""
+    domains = Counter(node.domain or "ai.onnx" for node in graph.graph.all_nodes())
+    operators = Counter(node.op_type for node in graph.graph.all_nodes())
+    return {
+        "opset": graph.opset_imports[""],
+        "ir_version": graph.ir_version,
+        "domains": {
+            domain: {"version": graph.opset_imports["" if domain == "ai.onnx" else domain], "nodes": count}
+            for domain, count in sorted(domains.items())
+        },
+        "control_flow": {name: operators[name] for name in _CONTROL_FLOW},
+        "batch_dependent": operators["DynamicQuantizeLinear"] > 0,  # one scale for the activations of a whole batch
+        "min_onnxruntime": least_onnxruntime(graph),
     }
 
 
@@ -141,6 +152,7 @@ def report(manifest: Mapping[str, Any]) -> str:
         "",
         f"{manifest['task']} from `{manifest['source']}`, weights: {manifest['weights']}.",
         f"Opset {manifest['opset']}, IR {manifest['ir_version']}, ONNX Runtime {manifest['min_onnxruntime']} or later.",
+        f"Control flow: {', '.join(f'{count} {name}' for name, count in manifest['control_flow'].items())}.",
         "",
     ]
     if manifest["weights"].startswith("random"):
@@ -178,7 +190,7 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
             lines.append(f"- {subject}: {counted['done']} of {counted['of']}")
             lines += [f"  - left: {left['name']} ({left['reason']})" for left in counted["left"]]
     lines += ["", f"Passes: `{manifest['pipeline']}`", ""]
-    if manifest["quantized"]["done"]:
+    if manifest["batch_dependent"]:
         isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()
         lines += [
             f"Verified on a CPU with {isa}. Activations get one scale for each batch, so an answer depends a little on",
