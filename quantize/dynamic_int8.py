@@ -19,6 +19,7 @@ from tx_export.passes import Coverage, GraphPass, Left, Outcome
 __all__ = ["DynamicInt8"]
 
 _PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
+_LAST_AXIS = {"axis": ir.AttrInt64("axis", -1)}
 _KEPT_ATTRIBUTES = {"num_heads", "unidirectional", "mask_filter_value"}  # those that QAttention has too
 
 
@@ -82,14 +83,12 @@ class _Rewrite:
         weight, bias = array_of(weight_value), array_of(bias_value)
         if x is None or weight is None or weight_value is None or bias is None:
             return "its weights are computed"
-        if "qkv_hidden_sizes" in node.attributes:
-            return "query, key and value are narrower or wider than the input"
-        if any(value is not None for value in node.inputs[4:]) or len(node.outputs) > 1:
-            return "it has a past or an attention bias"
-        if unknown := sorted(set(node.attributes) - _KEPT_ATTRIBUTES):
-            return f"the quantized operator has no {', '.join(unknown)}"
+        if (*node.inputs, *[None] * 5)[4] is not None or len(node.outputs) > 1:
+            return "it has a past"
         if weight.dtype != np.float32:
             return f"its weight is {weight.dtype}, not float32"
+        if set(node.attributes) - _KEPT_ATTRIBUTES or any(value is not None for value in node.inputs[5:]):
+            return self.parted(node, weight)
         quantized, scale, zero = self.stored(weight_value, weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
         inputs = [
@@ -105,6 +104,24 @@ class _Rewrite:
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
         replace(node.outputs[0], out)
         return None
+
+    def parted(self, node: ir.Node, weight: np.ndarray) -> str | None:
+        """What QAttention can't do (a bias of the scores, a scale, other widths): a product, then attention."""
+        mask, attention_bias = (*node.inputs, *[None] * 6)[3:6:2]
+        third = weight.shape[1] // 3
+        widths = np.array(node.attributes.get_ints("qkv_hidden_sizes", [third] * 3))
+        (whole,) = add_node(node, "MatMul", node.inputs[:2])
+        (whole,) = add_node(node, "Add", [whole, node.inputs[2]])
+        q, k, v = add_node(node, "Split", [whole, add_initializer(self.graph, "widths", widths)], _LAST_AXIS, outputs=3)
+        attributes = {name: value for name, value in node.attributes.items() if name != "qkv_hidden_sizes"}
+        inputs = [q, k, v, None, mask, attention_bias]
+        (out,) = add_node(node, "com.microsoft::MultiHeadAttention", inputs, attributes)
+        replace(node.outputs[0], out)
+        product = whole.producer()
+        assert product is not None and product.inputs[0] is not None
+        matmul = product.inputs[0].producer()
+        assert matmul is not None
+        return self.product(matmul)
 
     def table(self, node: ir.Node) -> str | None:
         table = node.inputs[0]

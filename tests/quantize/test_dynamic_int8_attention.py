@@ -32,10 +32,8 @@ _MASK = np.array([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1]], np.int32)
 def attention_graph(width: int, inner: int, extra: str = "", more: str = "") -> tuple[ir.Model, Array, Array]:
     weight, bias = normal(width, 3 * inner) * np.float32(0.3 / math.sqrt(width)), normal(3 * inner, seed=1)
     body = f"y = com.microsoft.Attention <num_heads = 3{extra}> (x, w, b, mask{more})"
-    model = graph(
-        f"float[b, t, {width}] x, int32[b, t] mask", f"float[b, t, {inner}] y", {"w": weight, "b": bias}, body
-    )
-    return model, weight, bias
+    inputs = f"float[b, t, {width}] x, int32[b, t] mask, float[1, 3, t, t] scores"
+    return graph(inputs, f"float[b, t, {inner}] y", {"w": weight, "b": bias}, body), weight, bias
 
 
 def attention(packed: Array, mask: Array, causal: bool) -> Array:
@@ -65,41 +63,46 @@ def test_packed_attention_is_attention_over_the_integer_product(
     step, scale = np.float32(activation_scale(x)), column_scale(weight) if per_channel else np.abs(weight).max() / 127
     product = np.rint(x / step).astype(np.int64) @ np.rint(weight / scale).astype(np.int64)
     expected = attention(product * (float(step) * scale.astype(np.float64)) + bias, _MASK, bool(causal))
-    y = run(model, {"x": x, "mask": _MASK})["y"]
+    y = run(model, {"x": x, "mask": _MASK, "scores": normal(1, 3, 5, 5)})["y"]
     # Values below 5 through about 100 roundings of 6e-8. The plain float product is 0.003 away and more.
     seen = np.isfinite(expected)
     assert np.abs(y - expected)[seen].max() <= 100 * 6e-8 * 5
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_packed_attention_moves_at_most_by_what_its_products_move(per_channel: bool) -> None:
-    model, weight, bias = attention_graph(24, 24)
-    x = normal(2, 5, 24, seed=2)
-    expected = run(model, {"x": x, "mask": _MASK})["y"]
-    quantize(model, per_channel=per_channel)
-    y = run(model, {"x": x, "mask": _MASK})["y"]
+@pytest.mark.parametrize(
+    ("extra", "more", "operator"),
+    [
+        ("", "", "QAttention"),
+        (", qkv_hidden_sizes = [24, 24, 24]", "", "MultiHeadAttention"),
+        (", scale = 0.5", "", "MultiHeadAttention"),
+        (", mask_filter_value = -100000.0", ", , scores", "MultiHeadAttention"),
+    ],
+)
+def test_packed_attention_moves_at_most_by_what_its_products_move(
+    extra: str, more: str, operator: str, per_channel: bool
+) -> None:
+    model, weight, bias = attention_graph(24, 24, extra, more)
+    feeds = {"x": normal(2, 5, 24, seed=2), "mask": _MASK, "scores": normal(1, 3, 5, 5, seed=4)}
+    x, expected = feeds["x"], run(model, feeds)["y"]
+    assert quantize(model, per_channel=per_channel).coverage.done == 1
+    assert operators(model)[0] == "DynamicQuantizeLinear"
+    assert operators(model)[-1] == operator
+    y = run(model, feeds)["y"]
     scale = column_scale(weight) if per_channel else np.abs(weight).max() / 127
     moved = rounding_bound(x, weight, scale) + 1e-6 * np.abs(bias)
     (q, k, v), (dq, dk, dv) = np.split(np.abs(x @ weight + bias), 3, axis=-1), np.split(moved, 3, axis=-1)
     # A score moves by d at most, so a weight by a factor within exp(+-2 d), and a context by what v moves on top.
     q, k, dq, dk = (part.reshape(2, 5, 3, 8) for part in (q, k, dq, dk))
     score = np.einsum("bthd,bshd->bhts", dq, k + dk) + np.einsum("bthd,bshd->bhts", q, dk)
-    d = score.max() / math.sqrt(8)
+    d = score.max() * (0.5 if "scale" in extra else 1 / math.sqrt(8))
     assert np.abs(y - expected).max() <= math.expm1(2 * d) * v.max() + dv.max() + 1e-5
 
 
-@pytest.mark.parametrize(
-    ("extra", "more", "reason"),
-    [
-        (", qkv_hidden_sizes = [24, 24, 24]", "", "query, key and value are narrower or wider than the input"),
-        (", scale = 0.5", "", "the quantized operator has no scale"),
-        ("", ", , scores", "it has a past or an attention bias"),
-    ],
-)
-def test_attention_that_the_quantized_operator_cannot_do_stays(extra: str, more: str, reason: str) -> None:
-    model, _, _ = attention_graph(24, 24, extra, more)
+def test_attention_with_a_past_stays() -> None:
+    model, _, _ = attention_graph(24, 24, more=", scores")
     outcome = quantize(model)
-    assert [left.reason for left in outcome.coverage.left] == [reason]
+    assert [left.reason for left in outcome.coverage.left] == ["it has a past"]
     assert operators(model) == ["Attention"]
 
 
@@ -134,7 +137,7 @@ def test_equal_rows_of_a_batch_give_equal_rows_bit_for_bit() -> None:
     model, _, _ = attention_graph(24, 24)
     quantize(model)
     x = np.repeat(normal(1, 5, 24, seed=2), 4, axis=0)
-    y = run(model, {"x": x, "mask": np.repeat(_MASK[:1], 4, axis=0)})["y"]
+    y = run(model, {"x": x, "mask": np.repeat(_MASK[:1], 4, axis=0), "scores": normal(1, 3, 5, 5)})["y"]
     assert all(np.array_equal(row, y[0]) for row in y[1:])
 
 
