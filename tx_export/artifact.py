@@ -24,6 +24,7 @@ __all__ = ["check_target", "open_graph", "seal", "staged", "write_graph"]
 Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 _INLINE_BYTES = 1_800_000_000  # a protobuf message holds 2 GB
+_SCRATCH = "tx-export-"  # folders for graphs that are tried; the number of the process follows
 _UNSEALED = ("manifest.json", "REPORT.md")  # the list itself, and measured times
 
 
@@ -58,15 +59,26 @@ def staged(target: Path) -> Iterator[Path]:
     """
     target = target.resolve()
     _sweep(target)
+    was_there = target.exists()
     folder = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
+    with _writing(target):
         folder.mkdir()
-        yield folder
-        _replace(target, folder)
-    except OSError as error:
-        raise ArtifactError(f"{target}: can't be written: {error.strerror or error}") from error
+    try:
+        with _writing(target):
+            yield folder
+            if target.exists() and not was_there:
+                raise ArtifactError(f"{target}: another build has just put an artifact there; --force replaces it")
+            _replace(target, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
 def _replace(target: Path, folder: Path) -> None:
@@ -92,6 +104,10 @@ def _copy(source: Path, copy: Path) -> None:
 
 def _sweep(target: Path) -> None:
     """Remove what builds that were killed left behind; if one was killed while it replaced, bring the old one back."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        pid = left.name.removeprefix(_SCRATCH).partition("-")[0]
+        if pid.isdecimal() and not _is_alive(int(pid)) and int(pid) != os.getpid():
+            shutil.rmtree(left, ignore_errors=True)
     for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
         pid, _, kind = left.name.removeprefix(f".{target.name}.").partition(".")
         if not pid.isdecimal() or kind not in ("new", "old") or _is_alive(int(pid)):
@@ -129,20 +145,27 @@ def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) 
     weights = sum(
         value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
     )
-    if weights > inline_bytes:
-        ir.save(model, path, external_data=f"{path.name}.data")
-    else:
-        ir.external_data.load_to_model(model)  # weights of a graph that was read may still lie in its own data file
-        ir.save(model, path)
+    with _writing(path):
+        if weights > inline_bytes:
+            ir.save(model, path, external_data=f"{path.name}.data")
+        else:
+            ir.external_data.load_to_model(model)  # weights of a graph that was read may lie in its own data file
+            ir.save(model, path)
 
 
 def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None = None) -> Runner:
     """A session on a graph with the settings of a provider, as a function from feeds to outputs by name."""
     names = [value.name or "" for value in model.graph.outputs]
-    with tempfile.TemporaryDirectory(prefix="tx-export-") as folder:
+    with (
+        _writing(Path(tempfile.gettempdir())),
+        tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder,
+    ):
         path = Path(folder) / "model.onnx"
         write_graph(model, path)
-        session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
+        try:
+            session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
+        except ArtifactError as error:  # the folder is gone before anybody could look into it
+            raise ArtifactError(str(error).replace(f"{folder}{os.sep}", "")) from error
 
     def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
