@@ -36,12 +36,13 @@ def attention_graph(width: int, inner: int, extra: str = "", more: str = "") -> 
     return graph(inputs, f"float[b, t, {inner}] y", {"w": weight, "b": bias}, body), weight, bias
 
 
-def attention(packed: Array, mask: Array, causal: bool) -> Array:
-    """softmax(q k^T / sqrt(head_dim)) v of 3 heads in float64; queries that see no key are NaN."""
+def attention(packed: Array, mask: Array, causal: bool, scale: float | None = None, bias: Array | float = 0) -> Array:
+    """softmax(q k^T scale + bias) v of 3 heads in float64; queries that see no key are NaN."""
     tokens, head_dim = packed.shape[1], packed.shape[2] // 9
     q, k, v = packed.reshape(*packed.shape[:2], 3, 3, head_dim).transpose(2, 0, 3, 1, 4)  # [B, H, T, head_dim] each
     seen = mask[:, None, None, :].astype(bool) & (np.tril(np.ones((tokens, tokens), bool)) if causal else True)
-    scores = np.where(seen, np.exp(q @ k.transpose(0, 1, 3, 2) / math.sqrt(head_dim)), 0)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    scores = np.where(seen, np.exp(q @ k.transpose(0, 1, 3, 2) * scale + bias), 0)
     with np.errstate(invalid="ignore"):
         weights = scores / scores.sum(axis=-1, keepdims=True)
     context: Array = (weights @ v).transpose(0, 2, 1, 3).reshape(*packed.shape[:2], 3 * head_dim)
@@ -70,24 +71,11 @@ def test_packed_attention_is_attention_over_the_integer_product(
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize(
-    ("extra", "more", "operator"),
-    [
-        ("", "", "QAttention"),
-        (", qkv_hidden_sizes = [24, 24, 24]", "", "MultiHeadAttention"),
-        (", scale = 0.5", "", "MultiHeadAttention"),
-        (", mask_filter_value = -100000.0", ", , scores", "MultiHeadAttention"),
-    ],
-)
-def test_packed_attention_moves_at_most_by_what_its_products_move(
-    extra: str, more: str, operator: str, per_channel: bool
-) -> None:
-    model, weight, bias = attention_graph(24, 24, extra, more)
-    feeds = {"x": normal(2, 5, 24, seed=2), "mask": _MASK, "scores": normal(1, 3, 5, 5, seed=4)}
+def test_packed_attention_moves_at_most_by_what_its_products_move(per_channel: bool) -> None:
+    model, weight, bias = attention_graph(24, 24)
+    feeds = {"x": normal(2, 5, 24, seed=2), "mask": _MASK, "scores": normal(1, 3, 5, 5)}
     x, expected = feeds["x"], run(model, feeds)["y"]
-    assert quantize(model, per_channel=per_channel).coverage.done == 1
-    assert operators(model)[0] == "DynamicQuantizeLinear"
-    assert operators(model)[-1] == operator
+    quantize(model, per_channel=per_channel)
     y = run(model, feeds)["y"]
     scale = column_scale(weight) if per_channel else np.abs(weight).max() / 127
     moved = rounding_bound(x, weight, scale) + 1e-6 * np.abs(bias)
@@ -95,8 +83,32 @@ def test_packed_attention_moves_at_most_by_what_its_products_move(
     # A score moves by d at most, so a weight by a factor within exp(+-2 d), and a context by what v moves on top.
     q, k, dq, dk = (part.reshape(2, 5, 3, 8) for part in (q, k, dq, dk))
     score = np.einsum("bthd,bshd->bhts", dq, k + dk) + np.einsum("bthd,bshd->bhts", q, dk)
-    d = score.max() * (0.5 if "scale" in extra else 1 / math.sqrt(8))
+    d = score.max() / math.sqrt(8)
     assert np.abs(y - expected).max() <= math.expm1(2 * d) * v.max() + dv.max() + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("extra", "more"),
+    [
+        (", qkv_hidden_sizes = [24, 24, 24]", ""),
+        (", scale = 0.5", ""),
+        ("", ", , scores"),
+        (", scale = 2.0", ", , scores"),
+    ],
+)
+def test_what_the_quantized_operator_cannot_do_is_done_behind_the_integer_product(extra: str, more: str) -> None:
+    model, weight, bias = attention_graph(24, 24, extra, more)
+    x, scores = normal(2, 5, 24, seed=2), normal(1, 3, 5, 5, seed=4)
+    assert quantize(model).coverage.done == 1
+    assert operators(model) == ["DynamicQuantizeLinear", "MatMulIntegerToFloat", "Split", "MultiHeadAttention"]
+    # Reference and bound as above: NumPy over the product of whole steps.
+    step, scale = np.float32(activation_scale(x)), column_scale(weight)
+    product = np.rint(x / step).astype(np.int64) @ np.rint(weight / scale).astype(np.int64)
+    attend_scale = float(extra.rpartition(" ")[2]) if "scale" in extra else None
+    packed = product * (float(step) * scale.astype(np.float64)) + bias
+    expected = attention(packed, _MASK, False, attend_scale, scores if more else 0)
+    y = run(model, {"x": x, "mask": _MASK, "scores": scores})["y"]
+    assert np.abs(y - expected).max() <= 100 * 6e-8 * 5
 
 
 def test_attention_with_a_past_stays() -> None:
