@@ -16,7 +16,7 @@ from torch import nn
 import tx_export
 from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
-from tx_export.models.parts.attention import MultiHeadAttention
+from tx_export.models.parts.attention import Attention
 from tx_export.passes import Coverage, Left, Pipeline
 from tx_export.spec import EagerModel, TensorSpec
 from tx_export.verify import eager_runner, grid
@@ -108,10 +108,10 @@ def _text(model: EagerModel) -> dict[str, Any]:
     }
 
 
-def _attention_layers(module: nn.Module) -> list[MultiHeadAttention]:
+def _attention_layers(module: nn.Module) -> list[Attention]:
     # One layer that stands at several places (ALBERT) runs at each.
     every = module.named_modules(remove_duplicate=False)
-    return [layer for _, layer in every if isinstance(layer, MultiHeadAttention)]
+    return [layer for _, layer in every if isinstance(layer, Attention)]
 
 
 def _fused(graph: ir.Model, module: nn.Module) -> Coverage:

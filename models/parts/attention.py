@@ -1,4 +1,4 @@
-"""Multi-head attention: softmax(q k^T / sqrt(head_dim)) v for each head (Vaswani et al. 2017, section 3.2).
+"""Multi-head attention: softmax(q k^T / sqrt(head_dim) + bias) v for each head (Vaswani et al. 2017, section 3.2).
 
 In eager the einops form runs; while exporting, one fused operator a layer is emitted instead. A row without a real key
 attends to nothing: its context is zero, in both.
@@ -6,6 +6,7 @@ attends to nothing: its context is zero, in both.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tx_export.models.parts.masks import KeyMask, visible
+from tx_export.models.parts.positions import Rotation
 
-__all__ = ["MultiHeadAttention", "Ops", "emitting"]
+__all__ = ["Attention", "MultiHeadAttention", "Ops", "PackedSelfAttention", "emitting"]
 
 Ops = Literal["fused", "attention", "plain"]
 # What a hidden score becomes: the lowest number of float16, so that it is finite in every precision.
@@ -36,24 +38,22 @@ def emitting(ops: Ops) -> Iterator[None]:
         _ops.reset(token)
 
 
-class MultiHeadAttention(nn.Module):
-    """Attention of `num_heads` heads of `head_dim` channels; the two need not multiply to d_model."""
+class Attention(nn.Module, abc.ABC):
+    """Attention of `num_heads` heads of `head_dim` channels, however query, key and value are made."""
 
-    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
-        self.query = nn.Linear(d_model, num_heads * head_dim, bias)
-        self.key = nn.Linear(d_model, num_heads * head_dim, bias)
-        self.value = nn.Linear(d_model, num_heads * head_dim, bias)
         self.output = nn.Linear(num_heads * head_dim, d_model, bias)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False) -> Tensor:
-        """x [B, T, d_model] attends to memory [B, S, d_model] where mask [B, S] is real; returns [B, T, d_model].
-
-        `causal` hides keys behind the query, counted from the front (T == S).
-        """
-        q, k, v = self.query(x), self.key(memory), self.value(memory)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool = False, rotation: Rotation | None = None
+    ) -> Tensor:
+        """q [B, T, H head_dim], k and v [B, S, H head_dim] -> [B, T, d_model]."""
         ops = _ops.get() if torch.onnx.is_in_onnx_export() else "plain"
+        if rotation is not None:
+            rotate = rotation.fused if ops == "fused" else rotation.plain
+            q, k = rotate(q, self.num_heads), rotate(k, self.num_heads)
         if ops == "fused":
             context = self._fused(q, k, v, mask, causal)
         elif ops == "attention":
@@ -64,15 +64,12 @@ class MultiHeadAttention(nn.Module):
         out: Tensor = self.output(context)
         return out
 
-    def weights(self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False) -> Tensor:
-        """The attention weights [B, H, T, S]; each row sums to 1, or to 0 where no key is visible."""
-        return self._weights(self.query(x), self.key(memory), mask, causal)
-
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b t (h d) -> b h t d", h=self.num_heads)
 
     def _weights(self, q: Tensor, k: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         scores = self._heads(q) @ self._heads(k).transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = scores if mask.bias is None else scores + mask.bias
         seen = visible(mask, q.shape[1], causal)  # [B, 1, T or 1, S]
         # Without a visible key all scores are equal, and the even weights are then set to zero.
         weights = scores.masked_fill(~seen, _HIDDEN).softmax(dim=-1)
@@ -81,7 +78,7 @@ class MultiHeadAttention(nn.Module):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         context = torch.onnx.ops.symbolic(
             "com.microsoft::MultiHeadAttention",
-            (q, k, v, None, mask.keys),
+            (q, k, v, None, mask.keys) if mask.bias is None else (q, k, v, None, mask.keys, mask.bias),
             {"num_heads": self.num_heads, "unidirectional": int(causal)},
             dtype=q.dtype,
             shape=q.shape,
@@ -92,13 +89,50 @@ class MultiHeadAttention(nn.Module):
 
     def _standard(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         seen = visible(mask, q.shape[1], causal)
+        scores = seen if mask.bias is None else mask.bias.where(seen, mask.bias.new_full((), _HIDDEN))
         context, *_ = torch.onnx.ops.attention(
             q,
             k,
             v,
             # The CPU kernel of ONNX Runtime wants the query axis in full.
-            seen.expand(-1, -1, q.shape[1], -1),
+            scores.expand(-1, -1, q.shape[1], -1),
             q_num_heads=self.num_heads,
             kv_num_heads=self.num_heads,
         )
         return context if mask.row_is_real is None else context * mask.row_is_real
+
+
+class MultiHeadAttention(Attention):
+    """A product each for query, key and value; the heads need not multiply to d_model."""
+
+    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__(d_model, num_heads, head_dim, dropout, bias)
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.key = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.value = nn.Linear(d_model, num_heads * head_dim, bias)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False, rotation: Rotation | None = None
+    ) -> Tensor:
+        """x [B, T, d_model] attends to memory [B, S, d_model] where mask [B, S] is real; returns [B, T, d_model].
+
+        `causal` hides keys behind the query, counted from the front (T == S).
+        """
+        return self.attend(self.query(x), self.key(memory), self.value(memory), mask, causal, rotation)
+
+    def weights(self, x: Tensor, memory: Tensor, mask: KeyMask, causal: bool = False) -> Tensor:
+        """The attention weights [B, H, T, S]; each row sums to 1, or to 0 where no key is visible."""
+        return self._weights(self.query(x), self.key(memory), mask, causal)
+
+
+class PackedSelfAttention(Attention):
+    """One product for query, key and value, in this order along its output."""
+
+    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__(d_model, num_heads, head_dim, dropout, bias)
+        self.qkv = nn.Linear(d_model, 3 * num_heads * head_dim, bias)
+
+    def forward(self, x: Tensor, mask: KeyMask, rotation: Rotation | None = None) -> Tensor:
+        """Hidden states [B, T, d_model] in and out."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.attend(q, k, v, mask, rotation=rotation)

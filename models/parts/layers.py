@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.models.parts.masks import KeyMask, key_mask
-from tx_export.models.parts.positions import LearnedPositions, SinusoidalPositions
+from tx_export.models.parts.positions import LearnedPositions, Rotation, SinusoidalPositions
 
-__all__ = ["Activation", "Encoder", "FeedForward", "Norm", "Positions", "PostNormLayer", "PreNormLayer"]
+__all__ = [
+    "Activation",
+    "Encoder",
+    "FeedForward",
+    "GatedFeedForward",
+    "Norm",
+    "Positions",
+    "PostNormLayer",
+    "PreNormLayer",
+]
 
 Activation = Literal["relu", "gelu"]
 Norm = Literal["post", "pre"]
@@ -33,6 +42,20 @@ class FeedForward(nn.Module):
         return out
 
 
+class GatedFeedForward(nn.Module):
+    """W3 (act(W1 x) * W2 x), with W1 and W2 in one product (Shazeer 2020)."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: nn.Module, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(d_model, 2 * d_ff, bias), nn.Linear(d_ff, d_model, bias)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, gate = self.up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(self.dropout(self.activation(hidden) * gate))
+        return out
+
+
 class _Layer(nn.Module, abc.ABC):
     """What both orders of norm and residual are made of."""
 
@@ -46,15 +69,15 @@ class _Layer(nn.Module, abc.ABC):
         self.dropout = nn.Dropout(dropout)
 
     @abc.abstractmethod
-    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
+    def forward(self, x: Tensor, mask: KeyMask, rotation: Rotation | None = None) -> Tensor:
         """Hidden states [B, T, d_model] in and out."""
 
 
 class PostNormLayer(_Layer):
     """x = norm(x + attention(x)); x = norm(x + feed_forward(x))."""
 
-    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, x, mask)))
+    def forward(self, x: Tensor, mask: KeyMask, rotation: Rotation | None = None) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, x, mask, rotation=rotation)))
         out: Tensor = self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
         return out
 
@@ -62,9 +85,9 @@ class PostNormLayer(_Layer):
 class PreNormLayer(_Layer):
     """x = x + attention(norm(x)); x = x + feed_forward(norm(x))."""
 
-    def forward(self, x: Tensor, mask: KeyMask) -> Tensor:
+    def forward(self, x: Tensor, mask: KeyMask, rotation: Rotation | None = None) -> Tensor:
         normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed, mask))
+        x = x + self.dropout(self.attention(normed, normed, mask, rotation=rotation))
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 

@@ -7,7 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["KeyMask", "first_real", "key_mask", "key_mask_without_promise", "mean_real", "pool", "visible"]
+__all__ = [
+    "KeyMask",
+    "first_real",
+    "key_mask",
+    "key_mask_without_promise",
+    "mean_real",
+    "pool",
+    "visible",
+    "within_reach",
+]
+
+# Added to the scores of keys out of reach: what the fused operator adds to those of padding, so far below any score
+# that the weight is 0, and finite in every precision, twice too.
+_OUT_OF_REACH = -10000.0
 
 
 class KeyMask(NamedTuple):
@@ -15,6 +28,7 @@ class KeyMask(NamedTuple):
 
     keys: Tensor  # [B, S] int32, 1 real and 0 padding
     row_is_real: Tensor | None  # [B, 1, 1] float, 0 where a row has no real position; None promises nothing there
+    bias: Tensor | None = None  # [B or 1, H or 1, T, S], added to the scores
 
 
 def key_mask(attention_mask: Tensor, dtype: torch.dtype) -> KeyMask:
@@ -26,6 +40,16 @@ def key_mask(attention_mask: Tensor, dtype: torch.dtype) -> KeyMask:
 def key_mask_without_promise(attention_mask: Tensor) -> KeyMask:
     """For families whose own code promises nothing for a row without real positions: a product a layer less."""
     return KeyMask((attention_mask != 0).to(torch.int32), None)
+
+
+def within_reach(mask: KeyMask, distance: Tensor, reach: int, dtype: torch.dtype) -> KeyMask:
+    """Hides keys farther away than `reach`: distance [B or 1, T, S] between query and key.
+
+    Padding with no real key within reach sees all real keys: with all hidden, the answer would be a matter of rounding.
+    """
+    seen = (distance.abs() <= reach)[:, None] & (mask.keys != 0)[:, None, None, :]  # [B, 1, T, S]
+    shown = torch.zeros((), dtype=dtype, device=mask.keys.device)
+    return mask._replace(bias=shown.where(seen | ~seen.any(dim=-1, keepdim=True), shown + _OUT_OF_REACH))
 
 
 def visible(mask: KeyMask, queries: int, causal: bool) -> Tensor:

@@ -1,11 +1,25 @@
-"""Positions: the running count of real positions looks up a fixed or a learned table; so left padding is harmless."""
+"""Positions: tables that are added to embeddings, rotations of query and key, and what is counted as a position.
+
+The running count of real positions makes left padding harmless; biases on scores stand in `biases.py`.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-__all__ = ["LearnedPositions", "SinusoidalPositions", "counted_positions", "running_positions", "sinusoidal_table"]
+__all__ = [
+    "LearnedPositions",
+    "RotaryPositions",
+    "Rotation",
+    "SinusoidalPositions",
+    "counted_positions",
+    "running_positions",
+    "sinusoidal_table",
+]
 
 
 def counted_positions(input_ids: Tensor) -> Tensor:
@@ -51,3 +65,49 @@ class LearnedPositions(nn.Module):
     def forward(self, attention_mask: Tensor) -> Tensor:
         out: Tensor = self.table(running_positions(attention_mask))
         return out
+
+
+class Rotation(NamedTuple):
+    """Turns each pair of channels (i, i + head_dim / 2) by its angle at the position (Su et al. 2021)."""
+
+    positions: Tensor  # int64 [B, T]
+    frequencies: Tensor  # [head_dim / 2]: an angle is position times frequency
+    cos: Tensor  # [max_length, head_dim / 2], of all angles
+    sin: Tensor
+
+    def plain(self, x: Tensor, num_heads: int) -> Tensor:
+        """[B, T, H head_dim] in and out."""
+        angles = self.positions[:, :, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        a, b = rearrange(x, "b t (h d) -> b t h d", h=num_heads).chunk(2, dim=-1)
+        return rearrange(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1), "b t h d -> b t (h d)")
+
+    def fused(self, x: Tensor, num_heads: int) -> Tensor:
+        """The same as one operator."""
+        return torch.onnx.ops.symbolic(
+            "com.microsoft::RotaryEmbedding",
+            (x, self.positions, self.cos, self.sin),
+            {"num_heads": num_heads},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=1,
+        )
+
+
+class RotaryPositions(nn.Module):
+    """Frequencies theta^(-2 i / head_dim), all in float32 as checkpoints were trained."""
+
+    frequencies: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, max_length: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles = torch.arange(max_length)[:, None] * frequencies
+        for name, tensor in (("frequencies", frequencies), ("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Of positions int64 [B, T]."""
+        return Rotation(positions, self.frequencies, self.cos, self.sin)
