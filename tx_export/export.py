@@ -42,7 +42,13 @@ _RELEASES: dict[tuple[int, int], tuple[int, int]] = {
     (1, 24): (24, 11),
 }
 # The release whose CPU provider first has an operator of com.microsoft; those not named here are older than 1.14.
-_FIRST_RELEASE: dict[str, tuple[int, int]] = {"MultiHeadAttention": (1, 15), "GatherBlockQuantized": (1, 20)}
+_FIRST_RELEASE: dict[str, tuple[int, int]] = {
+    "MultiHeadAttention": (1, 15),
+    "RotaryEmbedding": (1, 17),
+    "GatherBlockQuantized": (1, 20),
+}
+# MultiHeadAttention reads a bias [batch, 1, T, S] wrongly before, for all rows but the first (onnxruntime#24017).
+_FIRST_SHARED_BIAS = (1, 22)
 _OPSET, _ATTENTION_OPSET = 18, 23  # the oldest that the exporter writes; the first with a standard Attention
 _UNBOUNDED = (1 << 31) - 1
 _SIZES = (2, 7, 5, 3, 11, 13)  # of the example's named dimensions: all different, none 0 or 1, which would be frozen
@@ -107,7 +113,12 @@ def least_onnxruntime(model: ir.Model) -> str:
 
 def _first_release(node: ir.Node) -> tuple[int, int]:
     oldest = min(_RELEASES)
-    return _FIRST_RELEASE.get(node.op_type, oldest) if node.domain == "com.microsoft" else oldest
+    if node.domain != "com.microsoft":
+        return oldest
+    bias = node.inputs[5] if node.op_type == "MultiHeadAttention" and len(node.inputs) > 5 else None
+    if bias is not None and (bias.shape is None or bias.shape[1] == 1):
+        return _FIRST_SHARED_BIAS
+    return _FIRST_RELEASE.get(node.op_type, oldest)
 
 
 def export(model: EagerModel, target: Target) -> ir.Model:
