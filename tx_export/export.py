@@ -19,6 +19,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
 from torch import nn
 
+from tx_export._releases import RELEASES, first_release, least_onnxruntime
 from tx_export._slow_path import slow_path
 from tx_export._torch_attention import torch_attention
 from tx_export.errors import ExportError
@@ -27,28 +28,6 @@ from tx_export.spec import Dim, EagerModel, TensorSpec
 
 __all__ = ["Target", "export", "least_onnxruntime"]
 
-# ONNX Runtime: the newest opset and IR version that a release takes (its compatibility page and release notes).
-_RELEASES: dict[tuple[int, int], tuple[int, int]] = {
-    (1, 14): (18, 8),
-    (1, 15): (19, 8),
-    (1, 16): (19, 9),
-    (1, 17): (20, 9),
-    (1, 18): (21, 10),
-    (1, 19): (21, 10),
-    (1, 20): (21, 10),
-    (1, 21): (22, 10),
-    (1, 22): (23, 10),
-    (1, 23): (23, 11),
-    (1, 24): (24, 11),
-}
-# The release whose CPU provider first has an operator of com.microsoft; those not named here are older than 1.14.
-_FIRST_RELEASE: dict[str, tuple[int, int]] = {
-    "MultiHeadAttention": (1, 15),
-    "RotaryEmbedding": (1, 17),
-    "GatherBlockQuantized": (1, 20),
-}
-# MultiHeadAttention reads a bias [batch, 1, T, S] wrongly before, for all rows but the first (onnxruntime#24017).
-_FIRST_SHARED_BIAS = (1, 22)
 _OPSET, _ATTENTION_OPSET = 18, 23  # the oldest that the exporter writes; the first with a standard Attention
 _UNBOUNDED = (1 << 31) - 1
 _SIZES = (2, 7, 5, 3, 11, 13)  # of the example's named dimensions: all different, none 0 or 1, which would be frozen
@@ -72,9 +51,9 @@ class Target:
         if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
             raise ExportError(f"--target-ort {version!r}: expected X.Y or X.Y.Z, say 1.17")
         release = (int(parts[0]), int(parts[1]))
-        if release < min(_RELEASES):
+        if release < min(RELEASES):
             raise ExportError(f"--target-ort {version}: ONNX Runtime 1.14 is the oldest that takes opset {_OPSET}")
-        newest_opset, newest_ir = _RELEASES[min(release, max(_RELEASES))]
+        newest_opset, newest_ir = RELEASES[min(release, max(RELEASES))]
         standard = ops == "standard" and newest_opset >= _ATTENTION_OPSET
         opset = _ATTENTION_OPSET if standard else _OPSET
         return cls(release, opset, min(newest_ir, 10 if standard else 8), _spelling(ops, standard))
@@ -87,7 +66,7 @@ class Target:
                 f"asked for opset {self.opset} and IR {self.ir_version}, the file has opset {opset} and IR {ir_version}"
             )
         for node in model.graph.all_nodes():
-            first = _first_release(node)
+            first = first_release(node)
             if self.release is not None and first > self.release:
                 raise ExportError(
                     f"operator com.microsoft::{node.op_type} needs ONNX Runtime {first[0]}.{first[1]}, "
@@ -99,26 +78,6 @@ def _spelling(ops: str, standard_attention: bool) -> Ops:
     if ops == "fused":
         return "fused"
     return "attention" if standard_attention else "plain"
-
-
-def least_onnxruntime(model: ir.Model) -> str:
-    """The oldest ONNX Runtime that takes this graph, say `1.15.0`."""
-    opset, ir_version = model.opset_imports.get("", 0), model.ir_version
-    releases = [release for release, newest in _RELEASES.items() if newest[0] >= opset and newest[1] >= ir_version]
-    if not releases:
-        raise ExportError(f"no ONNX Runtime is known that takes opset {opset} and IR {ir_version}")
-    major, minor = max([min(releases), *(_first_release(node) for node in model.graph.all_nodes())])
-    return f"{major}.{minor}.0"
-
-
-def _first_release(node: ir.Node) -> tuple[int, int]:
-    oldest = min(_RELEASES)
-    if node.domain != "com.microsoft":
-        return oldest
-    bias = node.inputs[5] if node.op_type == "MultiHeadAttention" and len(node.inputs) > 5 else None
-    if bias is not None and (bias.shape is None or bias.shape[1] == 1):
-        return _FIRST_SHARED_BIAS
-    return _FIRST_RELEASE.get(node.op_type, oldest)
 
 
 def export(model: EagerModel, target: Target) -> ir.Model:

@@ -1,0 +1,53 @@
+"""Releases of ONNX Runtime: what each takes, and which first has an operator as it is used."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from tx_export.errors import ExportError
+
+__all__ = ["RELEASES", "first_release", "least_onnxruntime"]
+
+# ONNX Runtime: the newest opset and IR version that a release takes (its compatibility page and release notes).
+RELEASES: dict[tuple[int, int], tuple[int, int]] = {
+    (1, 14): (18, 8),
+    (1, 15): (19, 8),
+    (1, 16): (19, 9),
+    (1, 17): (20, 9),
+    (1, 18): (21, 10),
+    (1, 19): (21, 10),
+    (1, 20): (21, 10),
+    (1, 21): (22, 10),
+    (1, 22): (23, 10),
+    (1, 23): (23, 11),
+    (1, 24): (24, 11),
+}
+# The release whose CPU provider first has an operator of com.microsoft; those not named here are older than 1.14.
+_FIRST_RELEASE: dict[str, tuple[int, int]] = {
+    "MultiHeadAttention": (1, 15),
+    "RotaryEmbedding": (1, 17),
+    "GatherBlockQuantized": (1, 20),
+}
+# MultiHeadAttention reads a bias [batch, 1, T, S] wrongly before, for all rows but the first (its pull request 24017).
+_FIRST_SHARED_BIAS = (1, 22)
+
+
+def least_onnxruntime(model: ir.Model) -> str:
+    """The oldest ONNX Runtime that takes this graph, say `1.15.0`."""
+    opset, ir_version = model.opset_imports.get("", 0), model.ir_version
+    releases = [release for release, newest in RELEASES.items() if newest[0] >= opset and newest[1] >= ir_version]
+    if not releases:
+        raise ExportError(f"no ONNX Runtime is known that takes opset {opset} and IR {ir_version}")
+    major, minor = max([min(releases), *(first_release(node) for node in model.graph.all_nodes())])
+    return f"{major}.{minor}.0"
+
+
+def first_release(node: ir.Node) -> tuple[int, int]:
+    """The first that has the operator, and computes it right as it is used here."""
+    oldest = min(RELEASES)
+    if node.domain != "com.microsoft":
+        return oldest
+    bias = node.inputs[5] if node.op_type == "MultiHeadAttention" and len(node.inputs) > 5 else None
+    if bias is not None and (bias.shape is None or bias.shape[1] == 1):
+        return _FIRST_SHARED_BIAS
+    return _FIRST_RELEASE.get(node.op_type, oldest)
