@@ -10,7 +10,7 @@ A file imports only from floors below its own:
     7  benchmark  sweep                                 many builds, many runs
     6  compiler                                         build
     5  verify  training                                 compare; train, distill
-    4  load  export  artifact  testing                  the steps, each usable alone
+    4  load  lint  export  artifact  testing            the steps, each usable alone
     3  models.*  quantize.*  optimize.*  providers.*    plug-ins, one file each
     2  spec  metrics  timing  passes  plugins           the words the rest is written in
     1  errors

@@ -1,0 +1,128 @@
+"""What an export of a user's module would freeze, lose or get wrong: each with its file, line and remedy.
+
+Nothing is guessed from the text: the module runs, on symbolic sizes and on numbers, and what happens is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tx_export._lint_frames import module_paths
+from tx_export._lint_rules import Finding, finding
+from tx_export._lint_run import Notes, watched
+from tx_export._lint_source import assigned_at, defined_at
+from tx_export._lint_trace import Trace, needed_value, trace
+from tx_export._module_adapter import ModuleAdapter
+from tx_export._module_inputs import example, sizes_of
+from tx_export._module_state import Slot, changes, dotted, state_of
+from tx_export._slow_path import slow_path
+from tx_export._torch_state import isolated
+from tx_export.spec import EagerModel
+
+__all__ = ["Finding", "lint"]
+
+
+def lint(model: EagerModel) -> tuple[Finding, ...]:
+    """Errors first, each in the order in which its lines ran. The module stays as it is."""
+    module = _without_traces(model.module)
+    before = state_of(module)
+    inputs = example(model.inputs, sizes_of(model.inputs)[0])
+    answer, notes = watched(lambda: _run(module, inputs), module_paths(module))
+    slots = module.slots if isinstance(module, ModuleAdapter) else changes(before, state_of(module))
+    traced = trace(replace(model, module=_without_traces(model.module)))
+    found = [
+        *_training(model.module),
+        *_sizes(traced, model),
+        *_values(traced, notes),
+        *_state(_users(module), slots),
+        *(finding(kind, place) for kind in ("complex", "large-fill") for place in notes.of(kind)),
+        *_random(module, inputs, answer, notes),
+        *_empty_rows(model, module, inputs),
+    ]
+    return tuple(sorted(dict.fromkeys(found), key=lambda each: each.severity != "error"))
+
+
+def _without_traces(module: nn.Module) -> nn.Module:
+    """What may run without leaving anything behind: an adapter undoes what forward writes, else it is a copy."""
+    return module if isinstance(module, ModuleAdapter) else copy.deepcopy(module)
+
+
+def _users(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, ModuleAdapter) else module
+
+
+def _run(module: nn.Module, inputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+    with isolated(seed), torch.no_grad(), slow_path():
+        return [value for value in tree_leaves(module(*inputs)) if isinstance(value, Tensor)]
+
+
+def _training(module: nn.Module) -> Iterator[Finding]:
+    """Parts of the user's that are still in train mode."""
+    paths = module_paths(module)
+    for part in _users(module).modules():
+        place = defined_at(part, paths[id(part)]) if part.training else None
+        if place is not None:
+            yield finding("train-mode", place)
+
+
+def _sizes(traced: Trace, model: EagerModel) -> Iterator[Finding]:
+    """Numbers that Python makes of a dimension, and branches of the user's that divide its declared range."""
+    small, _ = sizes_of(model.inputs)
+    for question in traced.questions:
+        if question.number:
+            yield finding("frozen-dimension", question.place, " and ".join(map(repr, question.dims)))
+        elif question.place.through == "user":
+            yield finding(
+                "shape-branch", question.place, ", ".join(f"{name} = {small[name]}" for name in question.dims)
+            )
+
+
+def _values(traced: Trace, notes: Notes) -> Iterator[Finding]:
+    """What Python reads out of tensors, and what it decides by that."""
+    decided = None
+    if traced.place is not None and traced.place.through == "user" and needed_value(traced.failure) == "branch":
+        decided = traced.place.file, traced.place.line
+        if not traced.place.statement.startswith("assert"):  # which an export leaves out
+            yield finding("data-branch", traced.place)
+    for place in notes.of("data-value"):
+        if (place.file, place.line) != decided:
+            yield finding("data-value", place)
+    yield from (finding("data-shape", place) for place in notes.of("data-shape") if place.through != "library")
+
+
+def _state(module: nn.Module, slots: Sequence[Slot]) -> Iterator[Finding]:
+    """What forward writes to its module."""
+    paths = module_paths(module)
+    for slot in slots:
+        part = module.get_submodule(slot[0])
+        place = assigned_at(part, paths[id(part)], slot[2])
+        if place is not None:
+            yield finding("state", place, dotted(slot))
+
+
+def _random(module: nn.Module, inputs: Sequence[Tensor], answer: Sequence[Tensor], notes: Notes) -> Iterator[Finding]:
+    """Operators that draw, if another seed gives another answer."""
+    drawn = notes.of("random")
+    if drawn and not all(map(torch.equal, answer, _run(module, inputs, seed=1))):
+        yield from (finding("random", place, name) for place, name in drawn.items())
+
+
+def _empty_rows(model: EagerModel, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[Finding]:
+    """Where NaN comes from when the last row of every mask is empty: the fills with -inf, else where it was born."""
+    masks = [spec.is_mask and bool(spec.dims) for spec in model.inputs]
+    emptied = [feed.clone() if is_mask else feed for feed, is_mask in zip(inputs, masks, strict=True)]
+    for feed, is_mask in zip(emptied, masks, strict=True):
+        if is_mask:
+            feed[-1] = 0
+    if not any(masks):
+        return
+    answer, notes = watched(lambda: _run(module, emptied), module_paths(module))
+    if any(bool(value.isnan().any()) for value in answer):
+        fills = notes.of("infinite-fill") or dict(list(notes.of("nan").items())[:1])
+        yield from (finding("nan", place) for place in fills)
