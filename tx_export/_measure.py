@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,23 @@ from numpy.typing import NDArray
 from tx_export._grid import Case
 from tx_export._reference import Reference, Runner
 from tx_export.errors import BudgetError, LoadError
-from tx_export.metrics import Difference, Meter, fidelity_bound
+from tx_export.metrics import Budget, Difference, Meter, fidelity_bound
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
-__all__ = ["Findings", "answer", "decision", "measure"]
+__all__ = ["CaseError", "Findings", "answer", "decision", "measure"]
 
 Array = NDArray[Any]
 
 _DECIDING = ("text-classification", "token-classification", "fill-mask", "text-generation")
+_SMALL = 64  # positions: among cases of up to so many the clearest is as good as the smallest
+
+
+class CaseError(BudgetError):
+    """Outside the error budget whatever it is: a case in which there is no answer to compare."""
+
+    def __init__(self, message: str, case: Case) -> None:
+        super().__init__(message)
+        self.case = case
 
 
 @dataclass
@@ -30,9 +40,25 @@ class Findings:
     cases: list[dict[str, Any]] = field(default_factory=list)  # as `compare` prints them
     broken: dict[str, Difference] = field(default_factory=dict)  # of an output: the first case with non-finite values
     beyond: dict[str, Difference] = field(default_factory=dict)  # of an output: the case farthest outside fp32's bound
+    each: list[tuple[Case, list[Difference]]] = field(default_factory=list)  # of the outputs in a case
 
     def outputs(self) -> dict[str, Difference]:
         return {name: meter.result() for name, meter in self.pooled.items()}
+
+    def telling(self, allowed: Budget | None) -> Case:
+        """A small case that is outside a budget; with None, about as far outside fp32's bound as any."""
+        farthest = max(_farthest(differences) for _, differences in self.each)
+        clear = max(farthest / 10, min(farthest, 1.0))
+
+        def shows(differences: Sequence[Difference]) -> bool:
+            if allowed is None or _farthest(differences) == farthest:
+                return _farthest(differences) >= clear
+            return any(allowed.breaches(difference) for difference in differences)
+
+        def cost(item: tuple[Case, Sequence[Difference]]) -> tuple[int, float]:
+            return max(_SMALL, math.prod(item[0].shape[:2])), -_farthest(item[1])
+
+        return min((item for item in self.each if shows(item[1])), key=cost)[0]
 
 
 def measure(step: str, model: EagerModel, runner: Runner, reference: Reference, cases: Sequence[Case]) -> Findings:
@@ -42,17 +68,23 @@ def measure(step: str, model: EagerModel, runner: Runner, reference: Reference, 
         expected = reference(case)
         actual = answer(step, runner, case, expected)
         worst, non_finite = 0.0, 0
+        found.each.append((case, []))
         for spec in model.outputs:
             meter = _meter(model, spec, case, expected[spec.name], actual[spec.name])
             found.pooled[spec.name].merge(meter)
             difference = meter.result()
             worst, non_finite = max(worst, difference.max_abs), non_finite + sum(difference.non_finite)
+            found.each[-1][1].append(difference)
             if any(difference.non_finite):
                 found.broken.setdefault(spec.name, difference)
             elif _excess(difference) > max(1.0, _excess(found.beyond.get(spec.name))):
                 found.beyond[spec.name] = difference
         found.cases.append(case.to_json() | {"max_abs": None if non_finite else worst, "non_finite": non_finite})
     return found
+
+
+def _farthest(differences: Sequence[Difference]) -> float:
+    return max(map(_excess, differences), default=0.0)
 
 
 def _excess(difference: Difference | None) -> float:
@@ -64,14 +96,15 @@ def answer(step: str, runner: Runner, case: Case, expected: Mapping[str, Array])
     try:
         outputs = runner(case.feeds)
     except Exception as error:
-        raise BudgetError(f"{step}: fails in case {case}: {_first_line(error)}") from error
+        raise CaseError(f"{step}: fails in case {case}: {_first_line(error)}", case) from error
     for name, array in expected.items():
         if name not in outputs:
             raise BudgetError(f"{step}: output {name!r} is missing; there are {', '.join(outputs) or 'none'}")
         if outputs[name].shape != array.shape:
-            raise BudgetError(
+            raise CaseError(
                 f"{step}: output {name!r} has shape {list(outputs[name].shape)} in case {case}, "
-                f"where eager has {list(array.shape)}"
+                f"where eager has {list(array.shape)}",
+                case,
             )
     return outputs
 

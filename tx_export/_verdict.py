@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tx_export._accuracy import Accuracy
+from tx_export._grid import Case
 from tx_export._invariance import Invariance
 from tx_export._measure import Findings
 from tx_export.metrics import FIDELITY_DB, Budget, Difference, fidelity_bound
@@ -42,6 +43,7 @@ class Verdict:
     invariance: Invariance
     cases: Sequence[Mapping[str, Any]]  # of the grid
     failures: tuple[str, ...]
+    telling: Case | None = None  # a small case that shows the first failure
     accuracy: Accuracy | None = None
 
     @property

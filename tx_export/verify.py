@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tx_export._accuracy import Accuracy, check_accuracy, check_labels, read_rows
+from tx_export._blame import blame
 from tx_export._grid import Case, grid
-from tx_export._invariance import invariance, trials
+from tx_export._invariance import Invariance, invariance, trials
 from tx_export._judging_text import Split, default_lines, split_lines, text_feeds
-from tx_export._measure import decision, measure
+from tx_export._measure import CaseError, decision, measure
 from tx_export._reference import Reference, Runner, eager_runner
 from tx_export._verdict import (
     FIDELITY,
@@ -36,6 +37,7 @@ from tx_export.metrics import Budget
 from tx_export.spec import EagerModel
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from torch import nn
 
 __all__ = [
@@ -69,6 +71,7 @@ class Step:
     runner: Runner
     budget: Budget | None = None
     exported: nn.Module | None = None  # None: the model's own
+    graph: ir.Model | None = None  # what the runner runs, to find the module to blame in
 
 
 class Judge:
@@ -102,50 +105,75 @@ class Judge:
 
     def check_exact(self, step: str, runner: Runner, exported: nn.Module | None = None) -> dict[str, Any]:
         """Fidelity to the module that the graph was exported from (None: the model's own); BudgetError outside."""
-        return self._conclude(self.judge(Step(step, runner, exported=exported)))
+        return self.check(Step(step, runner, exported=exported))
 
     def check_lossy(self, step: str, runner: Runner, budget: Budget) -> dict[str, Any]:
         """Drift from the untouched model, within the budgets of the lossy passes so far; BudgetError outside."""
-        return self._conclude(self.judge(Step(step, runner, budget)))
+        return self.check(Step(step, runner, budget))
+
+    def check(self, step: Step) -> dict[str, Any]:
+        """Either of the two; the BudgetError names the module that differs first where the step brings its graph."""
+        verdict = self.judge(step)
+        if verdict.failure is not None:
+            raise BudgetError(self.explain(step, verdict.failure, verdict.telling))
+        self._verdicts.append(verdict)
+        return verdict.to_json()
 
     def judge(self, step: Step) -> Verdict:
         """The verdict on a step, which may be a failure; BudgetError where its runner fails."""
-        return self._fidelity(step) if step.budget is None else self._drift(step, step.budget)
+        try:
+            return self._fidelity(step) if step.budget is None else self._drift(step, step.budget)
+        except CaseError as error:
+            raise BudgetError(self.explain(step, str(error), error.case)) from error
+
+    def explain(self, step: Step, failure: str, case: Case | None) -> str:
+        """A failure, and the module to blame for it if that can be told from a case that shows it."""
+        if step.graph is None or case is None:
+            return failure
+        exported = self._model.module if step.exported is None else step.exported
+        allowed = None if step.budget is None else self._allowed()
+        blamed = blame(self._model, exported, step.graph, case, allowed)
+        where = "" if str(case) in failure else f", in case {case}"
+        return failure if blamed is None else f"{failure}; {blamed}{where}"
 
     def verification(self) -> dict[str, Any]:
         """The manifest's `verification`: a record for each pass, and the last one as the overall result."""
         passes = [verdict.to_json() for verdict in self._verdicts]
         return {"passes": passes, "overall": {key: value for key, value in passes[-1].items() if key != "pass"}}
 
-    def _conclude(self, verdict: Verdict) -> dict[str, Any]:
-        if verdict.failure is not None:
-            raise BudgetError(verdict.failure)
-        self._verdicts.append(verdict)
-        return verdict.to_json()
+    def _allowed(self) -> Budget | None:
+        return self._caused if self._override is None else self._override
 
     def _fidelity(self, step: Step) -> Verdict:
         exported = self._model.module if step.exported is None else step.exported
         found = measure(step.name, self._model, step.runner, self._reference(exported), self._grid)
         change = invariance(step.name, self._model, step.runner, self._trials)
-        failures = (*broken(found), *beyond(found), *noisy(found), *changed(change, self._promised(exported)))
-        return Verdict(step.name, "fidelity", FIDELITY, found.outputs(), change, found.cases, failures)
+        wrong = (*broken(found), *beyond(found), *noisy(found))
+        failures = (*wrong, *changed(change, self._promised(exported)))
+        told = found.telling(None) if wrong else self._changed_case(change)
+        return Verdict(step.name, "fidelity", FIDELITY, found.outputs(), change, found.cases, failures, told)
 
     def _drift(self, step: Step, budget: Budget) -> Verdict:
         self._caused = budget if self._caused is None else self._caused.looser(budget)
-        allowed = self._caused if self._override is None else self._override
+        allowed = self._allowed()
+        assert allowed is not None
         reference = self._reference(self._model.module)
         found = measure(step.name, self._model, step.runner, reference, self._grid)
         drift = measure(step.name, self._model, step.runner, reference, self._text) if self._text else found
         change = invariance(step.name, self._model, step.runner, self._trials)
         accuracy = check_accuracy(self._model, step.runner, self._labelled) if self._labelled else None
-        failures = (
-            *broken(found),
-            *drifted(drift, allowed),
-            *unsteady(change, allowed),
-            *inaccurate(accuracy, allowed),
-        )
+        wrong = (*broken(found), *drifted(drift, allowed))
+        failures = (*wrong, *unsteady(change, allowed), *inaccurate(accuracy, allowed))
+        shown = found.telling(None) if found.broken else drift.telling(allowed)
+        told = shown if wrong else self._changed_case(change)
         outputs = with_grid(drift, found)
-        return Verdict(step.name, "drift", allowed, outputs, change, found.cases, failures, accuracy)
+        return Verdict(step.name, "drift", allowed, outputs, change, found.cases, failures, told, accuracy)
+
+    def _changed_case(self, change: Invariance) -> Case | None:
+        """Where the answer for a row changes most."""
+        changes = [difference for difference in change.changes().values() if difference is not None]
+        name = max(changes, key=lambda difference: difference.max_abs).worst.case if changes else ""
+        return next((trial.changed for trial in self._trials if str(trial.changed) == name), None)
 
     def _reference(self, module: nn.Module) -> Reference:
         return self._references.setdefault(module, Reference(self._model, module))
@@ -204,7 +232,8 @@ def compare(
     for step in steps:
         try:
             last = judge.judge(step)
-            failure = failure or last.failure
+            if failure is None and last.failure is not None:
+                failure = judge.explain(step, last.failure, last.telling)
         except BudgetError as error:
             last, failure = None, failure or str(error)
     return Comparison(last, failure)
