@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import add_initializer, add_node, array_of, replace
-from tx_export.optimize._views import bases, viewed
+from tx_export.optimize._view_chains import bases, viewed
 from tx_export.passes import Coverage, GraphPass, Outcome
 
 __all__ = ["MergeViews"]
