@@ -1,4 +1,4 @@
-"""BERT's encoder (Devlin et al. 2018), and what RoBERTa, ALBERT, ELECTRA and DistilBERT change in it.
+"""BERT's encoder (Devlin et al. 2018), and what RoBERTa, ALBERT, ELECTRA, DistilBERT and MPNet change in it.
 
 words + token types + positions -> norm [-> product to the width of the layers] -> post-norm layers
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tx_export.models.parts.attention import MultiHeadAttention
+from tx_export.models.parts.biases import RelativeBias
 from tx_export.models.parts.layers import FeedForward, PostNormLayer
 from tx_export.models.parts.masks import key_mask_without_promise
 from tx_export.models.parts.positions import counted_positions
@@ -47,6 +48,7 @@ class EncoderSizes:
     projected: bool = False  # a product between the embeddings and the layers
     shared: bool = False  # one layer runs num_layers times
     pad_id: int | None = None  # positions are counted from the ids that aren't it; None: from all
+    relative: tuple[int, int] | None = None  # buckets and largest distance of biases that all layers share
 
 
 def positions_of_real_ids(input_ids: Tensor, pad_id: int) -> Tensor:
@@ -70,6 +72,7 @@ class BertEncoder(nn.Module):
         self.projection = nn.Linear(width, sizes.hidden_size) if sizes.projected else nn.Identity()
         made = [_layer(sizes) for _ in range(min(1, sizes.num_layers) if sizes.shared else sizes.num_layers)]
         self.layers = nn.ModuleList(made * sizes.num_layers if sizes.shared else made)
+        self.bias = None if sizes.relative is None else RelativeBias(sizes.num_heads, *sizes.relative)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
         x = self.words(input_ids)
@@ -77,6 +80,8 @@ class BertEncoder(nn.Module):
             x = x + (self.token_types.weight[0] if token_type_ids is None else self.token_types(token_type_ids))
         x = self.projection(self.dropout(self.norm(x + self.positions(self._places(input_ids)))))
         mask = key_mask_without_promise(attention_mask)
+        if self.bias is not None:
+            mask = mask._replace(bias=self.bias(counted_positions(input_ids[:1])))
         for layer in self.layers:
             x = layer(x, mask)
         out: Tensor = x

@@ -51,11 +51,10 @@ class RelativeBias(nn.Module):
 
     buckets: Tensor
 
-    def __init__(self, num_heads: int, buckets: int, max_distance: int, rows: int | None = None) -> None:
-        """`rows` of the table, where it has more than are used."""
+    def __init__(self, num_heads: int, buckets: int, max_distance: int) -> None:
         super().__init__()
         self.max_distance = max_distance
-        self.table = nn.Embedding(buckets if rows is None else rows, num_heads)
+        self.table = nn.Embedding(buckets, num_heads)
         # All distances beyond max_distance share the last bucket.
         near = torch.arange(-max_distance, max_distance + 1)
         self.register_buffer("buckets", relative_buckets(near, buckets, max_distance), persistent=False)
