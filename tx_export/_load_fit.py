@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tx_export._load_weights import Weights
 from tx_export.errors import LoadError
 
-__all__ = ["build_seeded", "fill", "matched"]
+__all__ = ["build_seeded", "check_finite", "fill", "matched"]
 
 _log = logging.getLogger("tx_export")
 _PREFIX = re.compile(r"module\.|_orig_mod\.")
@@ -47,7 +47,7 @@ def matched(
     if missing or unexpected:
         raise LoadError(f"{weights.place}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}")
     _check_shapes(found, wanted, weights.place)
-    _check_finite(found, weights.place)
+    check_finite(found.values(), weights.place)
     _check_dtypes(found, wanted, weights.place)
     return {ours: tensor for ours, (_, tensor) in found.items()}
 
@@ -136,8 +136,9 @@ def _check_shapes(found: Mapping[str, tuple[str, Tensor]], wanted: Mapping[str, 
             )
 
 
-def _check_finite(found: Mapping[str, tuple[str, Tensor]], place: str) -> None:
-    for name, tensor in found.values():
+def check_finite(tensors: Iterable[tuple[str, Tensor]], place: str) -> None:
+    """LoadError with the name of a tensor that holds NaN or infinity, and how many."""
+    for name, tensor in tensors:
         count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if count:
             raise LoadError(f"{place}: {name} holds {count} of {tensor.numel()} values that are NaN or infinite")
