@@ -15,7 +15,7 @@ __all__ = ["DistilBert"]
 
 @dataclass(frozen=True)
 class DistilBert(BertSpec):
-    """The keys and defaults of Hugging Face's DistilBertConfig, under BERT's names (transformers' attribute_map)."""
+    """The keys and defaults of Hugging Face's DistilBertConfig, under BERT's names."""
 
     num_hidden_layers: int = 6
     classifier_dropout: float | None = 0.2

@@ -14,4 +14,6 @@ __all__ = ["Roberta"]
 class Roberta(RobertaSpec):
     """The keys and defaults of Hugging Face's RobertaConfig."""
 
+    vocab_size: int = 50265
+
     architectures = architectures("Roberta")
