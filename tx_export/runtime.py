@@ -206,8 +206,8 @@ def _check_tensors(path: Path, manifest: Mapping[str, Any], key: str) -> list[_T
 def _check_text(path: Path, text: Mapping[str, Any], inputs: Sequence[_Tensor]) -> None:
     _check_types(path, text, _TEXT_KEYS)
     _check_strings(path, "labels", text.get("labels"), "a label is not a str")
-    if text.get("scores") not in (None, "softmax", "sigmoid"):
-        raise ArtifactError(f"{path}: key 'scores' is {text['scores']!r}; known: softmax, sigmoid")
+    if text.get("scores") not in (None, "softmax", "sigmoid", "identity"):
+        raise ArtifactError(f"{path}: key 'scores' is {text['scores']!r}; known: softmax, sigmoid, identity")
     if not _is(text.get("max_length"), int) or text["max_length"] < 1:
         raise ArtifactError(f"{path}: key 'text' has no max_length from 1 up")
     if not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in inputs):
