@@ -27,6 +27,8 @@ class EncoderSpec(BuiltInSpec):
     activation: Activation = "relu"
     norm: Norm = "post"
     positions: Positions = "sinusoidal"
+    relative_buckets: int = 32  # of relative positions: half for each direction
+    relative_distance: int = 128  # from here on they share a bucket
     epsilon: float = 1e-6  # of every LayerNorm
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -55,6 +57,20 @@ class EncoderSpec(BuiltInSpec):
             if getattr(self, name) not in get_args(kinds):
                 raise LoadError(f"{name} is {getattr(self, name)!r}; known: {', '.join(get_args(kinds))}")
 
+        if self.positions == "rotary" and self._head_dim % 2:
+            raise LoadError(
+                f"head_dim is {self._head_dim}; rotary positions turn pairs of channels, so it must be even"
+            )
+        if self.relative_buckets < 4 or self.relative_distance <= self.relative_buckets // 4:
+            raise LoadError(
+                f"relative_buckets is {self.relative_buckets} and relative_distance {self.relative_distance}; there "
+                "must be at least 4 buckets, and the distance be above a quarter of their number"
+            )
+
+    @property
+    def _head_dim(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
     def encoder(self) -> Encoder:
         return Encoder(
             vocab_size=self.vocab_size,
@@ -62,12 +78,13 @@ class EncoderSpec(BuiltInSpec):
             d_model=self.d_model,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
-            head_dim=self.head_dim or self.d_model // self.num_heads,
+            head_dim=self._head_dim,
             d_ff=self.d_ff,
             dropout=self.dropout,
             activation=self.activation,
             norm=self.norm,
             positions=self.positions,
+            relative=(self.relative_buckets, self.relative_distance),
             epsilon=self.epsilon,
         )
 

@@ -28,8 +28,9 @@ _FIRST_RELEASE: dict[str, tuple[int, int]] = {
     "RotaryEmbedding": (1, 17),
     "GatherBlockQuantized": (1, 20),
 }
-# MultiHeadAttention reads a bias [batch, 1, T, S] wrongly before, for all rows but the first (its pull request 24017).
-_FIRST_SHARED_BIAS = (1, 22)
+# Attention takes a bias for one row or one head since its pull request 21710, and that of one head for all rows but the
+# first since 24017.
+_FIRST_BIAS, _FIRST_SHARED_BIAS = (1, 20), (1, 22)
 
 
 def least_onnxruntime(model: ir.Model) -> str:
@@ -47,7 +48,7 @@ def first_release(node: ir.Node) -> tuple[int, int]:
     oldest = min(RELEASES)
     if node.domain != "com.microsoft":
         return oldest
-    bias = node.inputs[5] if node.op_type == "MultiHeadAttention" and len(node.inputs) > 5 else None
-    if bias is not None and (bias.shape is None or bias.shape[1] == 1):
-        return _FIRST_SHARED_BIAS
+    bias = node.inputs[5] if node.op_type in ("Attention", "MultiHeadAttention") and len(node.inputs) > 5 else None
+    if bias is not None:
+        return _FIRST_SHARED_BIAS if bias.shape is None or bias.shape[1] == 1 else _FIRST_BIAS
     return _FIRST_RELEASE.get(node.op_type, oldest)

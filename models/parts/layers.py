@@ -9,8 +9,15 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tx_export.models.parts.attention import MultiHeadAttention
+from tx_export.models.parts.biases import AlibiBias, RelativeBias
 from tx_export.models.parts.masks import KeyMask, key_mask
-from tx_export.models.parts.positions import LearnedPositions, Rotation, SinusoidalPositions
+from tx_export.models.parts.positions import (
+    LearnedPositions,
+    RotaryPositions,
+    Rotation,
+    SinusoidalPositions,
+    running_positions,
+)
 
 __all__ = [
     "Activation",
@@ -25,7 +32,9 @@ __all__ = [
 
 Activation = Literal["relu", "gelu"]
 Norm = Literal["post", "pre"]
-Positions = Literal["sinusoidal", "learned"]
+Positions = Literal["sinusoidal", "learned", "rotary", "alibi", "relative"]
+
+_THETA = 10000.0  # of rotary positions
 
 
 class FeedForward(nn.Module):
@@ -93,7 +102,10 @@ class PreNormLayer(_Layer):
 
 
 class Encoder(nn.Module):
-    """Embeddings times sqrt(d_model) plus positions, then the layers; a pre-norm encoder ends with a norm."""
+    """Embeddings times sqrt(d_model), then the layers; a pre-norm encoder ends with a norm.
+
+    Positions are counted over real tokens; they are added to the embeddings, turn query and key, or bias the scores.
+    """
 
     def __init__(
         self,
@@ -109,13 +121,13 @@ class Encoder(nn.Module):
         activation: Activation,
         norm: Norm,
         positions: Positions,
+        relative: tuple[int, int],  # buckets and largest distance of relative positions
         epsilon: float,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)  # so that the scaled embeddings have unit variance
-        table = SinusoidalPositions if positions == "sinusoidal" else LearnedPositions
-        self.positions = table(max_length, d_model)
+        self.kind, self.positions = positions, _positions(positions, max_length, d_model, num_heads, head_dim, relative)
         self.scale = math.sqrt(d_model)
         self.dropout = nn.Dropout(dropout)
         layer = PostNormLayer if norm == "post" else PreNormLayer
@@ -133,9 +145,34 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> hidden states [B, T, d_model]."""
-        x = self.dropout(self.embedding(input_ids) * self.scale + self.positions(attention_mask))
-        mask = key_mask(attention_mask, x.dtype)
+        x = self.embedding(input_ids) * self.scale
+        mask, rotation = key_mask(attention_mask, x.dtype), None
+        positions = self.positions(running_positions(attention_mask))
+        match self.kind:
+            case "rotary":
+                rotation = positions
+            case "alibi" | "relative":
+                mask = mask._replace(bias=positions)
+            case _:
+                x = x + positions
+        x = self.dropout(x)
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, mask, rotation)
         out: Tensor = self.final_norm(x)
         return out
+
+
+def _positions(
+    kind: Positions, max_length: int, d_model: int, num_heads: int, head_dim: int, relative: tuple[int, int]
+) -> nn.Module:
+    match kind:
+        case "sinusoidal":
+            return SinusoidalPositions(max_length, d_model)
+        case "learned":
+            return LearnedPositions(max_length, d_model)
+        case "rotary":
+            return RotaryPositions(max_length, head_dim, _THETA)
+        case "alibi":
+            return AlibiBias(num_heads)
+        case "relative":
+            return RelativeBias(num_heads, *relative)

@@ -43,7 +43,7 @@ def sinusoidal_table(length: int, d_model: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """A fixed table; takes attention_mask [B, T] and gives [B, T, d_model]."""
+    """A fixed table: positions int64 [B, T] -> [B, T, d_model]."""
 
     table: Tensor
 
@@ -51,19 +51,19 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.register_buffer("table", sinusoidal_table(max_length, d_model), persistent=False)
 
-    def forward(self, attention_mask: Tensor) -> Tensor:
-        return nn.functional.embedding(running_positions(attention_mask), self.table)
+    def forward(self, positions: Tensor) -> Tensor:
+        return nn.functional.embedding(positions, self.table)
 
 
 class LearnedPositions(nn.Module):
-    """A trained table; takes attention_mask [B, T] and gives [B, T, d_model]."""
+    """A trained table: positions int64 [B, T] -> [B, T, d_model]."""
 
     def __init__(self, max_length: int, d_model: int) -> None:
         super().__init__()
         self.table = nn.Embedding(max_length, d_model)
 
-    def forward(self, attention_mask: Tensor) -> Tensor:
-        out: Tensor = self.table(running_positions(attention_mask))
+    def forward(self, positions: Tensor) -> Tensor:
+        out: Tensor = self.table(positions)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ _OTHER: dict[str, Any] = {
     "activation": "gelu",
     "norm": "pre",
     "positions": "learned",
+    "relative_buckets": 16,
+    "relative_distance": 3,
     "epsilon": 1e-5,
     "labels": ("a", "b", "c"),
 }
@@ -92,9 +94,10 @@ def test_the_number_of_parameters_follows_from_the_size(size: str) -> None:
 def test_every_field_can_be_set_and_changes_the_model() -> None:
     fields = {field.name for field in dataclasses.fields(Classifier)}
     assert fields == set(_OTHER)
-    before = _looks(_TINY)
+    relative = dataclasses.replace(_TINY, positions="relative", relative_buckets=8)
     for name, value in _OTHER.items():
-        assert _looks(dataclasses.replace(_TINY, **{name: value})) != before, name
+        spec = relative if name.startswith("relative") else _TINY
+        assert _looks(dataclasses.replace(spec, **{name: value})) != _looks(spec), name
 
 
 def _looks(spec: Classifier) -> tuple[object, ...]:
@@ -137,7 +140,10 @@ def test_inputs_and_outputs_are_what_the_module_takes_and_gives() -> None:
         ({"epsilon": 0.0}, r"epsilon is 0.0; it must be above 0"),
         ({"activation": "swish"}, r"activation is 'swish'; known: relu, gelu"),
         ({"norm": "mid"}, r"norm is 'mid'; known: post, pre"),
-        ({"positions": "rotary"}, r"positions is 'rotary'; known: sinusoidal, learned"),
+        ({"positions": "absolute"}, r"positions is 'absolute'; known: sinusoidal, learned, rotary, alibi, relative"),
+        ({"positions": "rotary", "head_dim": 5}, r"head_dim is 5; rotary positions turn pairs of channels"),
+        ({"relative_buckets": 3}, r"relative_buckets is 3 and relative_distance 128; there must be at least 4 buckets"),
+        ({"relative_distance": 8}, r"relative_distance 8; .* the distance be above a quarter of their number"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -154,7 +160,7 @@ def test_odd_widths_and_free_head_sizes_work(changed: dict[str, Any]) -> None:
     assert bool(_alone(module).isfinite().all())
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("positions", get_args(Positions))
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("places", [[0, 1, 2, 3, 4], [3, 4, 5, 6, 7], [1, 2, 4, 6, 7]], ids=["right", "left", "holed"])
 def test_padding_changes_nothing(places: list[int], norm: Norm, positions: Positions) -> None:

@@ -239,7 +239,7 @@ def test_the_sinusoidal_table_is_the_formula(d_model: int) -> None:
 @pytest.mark.parametrize("make", [SinusoidalPositions, LearnedPositions])
 def test_positions_look_up_the_row_of_the_running_count(make: type[SinusoidalPositions | LearnedPositions]) -> None:
     positions = make(8, 6)
-    found = positions(torch.tensor([[0, 1, 0, 1, 1]]))
+    found = positions(running_positions(torch.tensor([[0, 1, 0, 1, 1]])))
     assert torch.equal(found[0, [1, 3, 4]], _table(positions)[:3])
 
 
@@ -301,12 +301,13 @@ def test_an_encoder_is_scaled_embeddings_plus_positions_then_torchs_layers(norm:
         activation="relu",
         norm=norm,
         positions="learned" if positions == "learned" else "sinusoidal",
+        relative=(32, 128),
         epsilon=1e-6,
     ).double()
     encoder.eval()
     ids, mask = torch.randint(0, 30, (2, 5)), _mask("left")
     theirs = [_torch_layer(layer, norm, "relu") for layer in encoder.layers]  # type: ignore[arg-type]
-    table = _table(encoder.positions)
+    table = _table(encoder.positions)  # type: ignore[arg-type]
     places = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 2, 3]])
     x = encoder.embedding.weight[ids] * math.sqrt(12) + table[places]
     for layer in theirs:
@@ -328,6 +329,7 @@ def test_scaled_embeddings_start_with_unit_variance() -> None:
         activation="relu",
         norm="post",
         positions="sinusoidal",
+        relative=(32, 128),
         epsilon=1e-6,
     )
     variance = float(encoder.embedding.weight.detach().var()) * encoder.scale**2
