@@ -53,7 +53,7 @@ def adapted(
     small, large = sizes_of(specs)
     inputs = example(specs, small)
     with as_it_was(module, slots):
-        found = leaves(run(user, partial(call, module), inputs))
+        found = _found(user, call, module, inputs)
     if not all(map(torch.equal, inputs, example(specs, small))):
         call = replace(call, copied=True)
     places = tuple(place for place, value in found.items() if isinstance(value, Tensor))
@@ -77,6 +77,21 @@ def adapted(
     return adapter, outputs
 
 
+def _found(
+    user: UserModule, call: Call, module: nn.Module, inputs: Sequence[Tensor], seed: int = 0
+) -> dict[Place, Any]:
+    """What forward returns, by place; LoadError for tensors that no graph can give."""
+    found = leaves(run(user, partial(call, module), inputs, seed))
+    for place, value in found.items():
+        if isinstance(value, Tensor) and (value.layout != torch.strided or _dtype(value) not in _DTYPES):
+            kind = _dtype(value) if value.layout == torch.strided else str(value.layout)
+            raise LoadError(
+                f"{user.reference}: output {'.'.join(place)!r} is {kind}; "
+                f"ONNX Runtime gives dense tensors of {', '.join(_DTYPES)}"
+            )
+    return found
+
+
 def _listed(what: str, items: Sequence[str]) -> str:
     return f"{what}: {', '.join(items)}" if items else ""
 
@@ -88,15 +103,17 @@ def _settled(
 
     LoadError names what it keeps if its answers depend on earlier runs, or on growing without bound.
     """
-    growing: tuple[Slot, ...] = ()
+    grown = ""
     for sizes in sizes_of(specs)[1], beyond(specs):
         trial = user.copy(module)
         slots, growing = _trial(user, call, trial, specs, sizes)
         if not growing:
+            if grown:
+                _log.warning("%s: %s had to grow to the largest inputs", user.reference, grown)
             return module, slots
-        module = trial
+        module, grown = trial, ", ".join(map(dotted, growing))
     raise LoadError(
-        f"{user.reference}: forward grows {', '.join(map(dotted, growing))} with its inputs; give every dimension a "
+        f"{user.reference}: forward grows {grown} with its inputs; give every dimension a "
         "bound (tokens<=512), so that it can be grown before the export, or build it at its largest size in __init__"
     )
 
@@ -107,10 +124,10 @@ def _trial(
     """What forward writes to, and those tensors among it that stay as large as the largest input made them."""
     small, _ = sizes_of(specs)
     before = state_of(module)
-    first = leaves(run(user, partial(call, module), example(specs, small)))
+    first = _found(user, call, module, example(specs, small))
     run(user, partial(call, module), example(specs, large))
     between = state_of(module)
-    again = leaves(run(user, partial(call, module), example(specs, small), seed=1))
+    again = _found(user, call, module, example(specs, small), seed=1)
     after = state_of(module)
     slots = tuple(sorted({*changes(before, between), *changes(before, after)}))
     if not _same(first, again):
@@ -146,10 +163,6 @@ def _spec(
     inputs: Sequence[TensorSpec],
 ) -> TensorSpec:
     first, second = pair
-    dtype = str(first.dtype).removeprefix("torch.")
-    if first.layout != torch.strided or dtype not in _DTYPES:
-        kind = dtype if first.layout == torch.strided else str(first.layout)
-        raise LoadError(f"{place} is {kind}; ONNX Runtime gives dense tensors of {', '.join(_DTYPES)}")
     if first.ndim != second.ndim:
         raise LoadError(f"{place} has {first.ndim} dimensions, and {second.ndim} for larger inputs")
     named = {dim.name: dim for spec in reversed(inputs) for dim in spec.dims if isinstance(dim, Dim)}
@@ -159,7 +172,11 @@ def _spec(
         known = (named[key] for key in small if (small[key], large[key]) == (short, long))
         own = Dim(f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{axis}".lstrip("0123456789"))
         dims.append(short if short == long else next(known, own))
-    return TensorSpec(name, dtype, tuple(dims))
+    return TensorSpec(name, _dtype(first), tuple(dims))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _dropped(found: Mapping[Place, Any]) -> list[str]:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from tx_export import plugins
 from tx_export._find_outputs import adapted, run
-from tx_export._load_fit import fill, matched
+from tx_export._load_fit import check_finite, fill, matched
 from tx_export._load_text import bounded
 from tx_export._load_weights import read_weights
 from tx_export._module_adapter import Call
 from tx_export._module_inputs import declared, example, looked_up, sizes_of, with_ranges
 from tx_export._module_source import UserModule, find_module
+from tx_export._torch_state import isolated
 from tx_export.errors import PluginError
 from tx_export.spec import EagerModel, TensorSpec
 
@@ -45,16 +46,17 @@ def load_module(
         raise PluginError(f"{reference} brings its own weights; --weights takes a .safetensors file for it")
     if task not in (None, _TASK):
         raise PluginError(f"task {task!r}: a user's module takes and gives arrays; its task is {_TASK} only")
-    with plugins.importable(reference):
+    with plugins.importable(reference), isolated(0):
         user = find_module(reference)
         specs = bounded(declared(user, inputs), max_length)
-        call = Call.of(user.module, [spec.name for spec in specs], user.widened)
+        call = Call.of(reference, user.module, [spec.name for spec in specs], user.widened)
         module, specs = _started(user, call, specs)
         origin = f"module {_state_hash(module)}"
         if weights is not None:
             read = read_weights((weights,))
             fill(module, matched(module, read, str, ()))
             origin = f"checkpoint {read.sha256}"
+        check_finite(module.named_parameters(), reference)
         adapter, outputs = adapted(user, call, module, specs)
     return EagerModel(
         name=reference.rpartition(":")[2],

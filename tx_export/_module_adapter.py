@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from tx_export.errors import LoadError
 
 __all__ = ["Call", "ModuleAdapter", "users_path"]
 
+_log = logging.getLogger("tx_export")
 _Kind = inspect.Parameter
 
 
@@ -33,13 +35,13 @@ class Call:
     copied: bool = False  # forward writes to its inputs, and gets copies
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Sequence[str], widened: bool) -> Call:
+    def of(cls, reference: str, module: nn.Module, inputs: Sequence[str], widened: bool) -> Call:
         """By position where that is the order, else by name, else by position; LoadError shows the signature."""
         try:
             signature = inspect.signature(module.forward)
         except (TypeError, ValueError):  # forward is no Python function
             return cls((), widened)
-        return cls(_keywords(signature, tuple(inputs)), widened)
+        return cls(_keywords(reference, signature, tuple(inputs)), widened)
 
     def __call__(self, module: nn.Module, *inputs: Tensor) -> Any:
         if self.copied:
@@ -72,33 +74,32 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
 
 
-def _keywords(signature: inspect.Signature, inputs: tuple[str, ...]) -> tuple[str, ...]:
+def _keywords(reference: str, signature: inspect.Signature, inputs: tuple[str, ...]) -> tuple[str, ...]:
     parameters = signature.parameters.values()
     positional = [item.name for item in parameters if item.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)]
     named = {item.name for item in parameters if item.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)}
-    takes = {item.kind for item in parameters}
-    if _fits(signature, inputs, ()) and tuple(positional[: len(inputs)]) == inputs:
+    all_known = named >= {*inputs}
+    by_position, by_name = _fits(signature, inputs, ()), _fits(signature, (), inputs)
+    if by_position and tuple(positional[: len(inputs)]) == inputs:
         return ()
-    known = named & {*inputs}
-    by_name = known == {*inputs} or (_Kind.VAR_KEYWORD in takes and (known or not (positional or _variadic(takes))))
-    if by_name and _fits(signature, (), inputs):
+    if by_name and all_known:
         return inputs
-    moved = any(name in inputs and inputs.index(name) != place for place, name in enumerate(positional))
-    if _fits(signature, inputs, ()) and not moved:
+    misplaced = any(name in inputs and inputs.index(name) != place for place, name in enumerate(positional))
+    if by_position and not misplaced:
+        if strangers := sorted({*inputs} - named) if named & {*inputs} else []:
+            _log.warning("%s: forward has no %s: inputs go by position", reference, ", ".join(strangers))
         return ()
+    if by_name:  # through **kwargs
+        return inputs
     needed = [item.name for item in parameters if item.default is item.empty and item.name in named - {*inputs}]
-    reason = f"{', '.join(needed)} is missing" if known == {*inputs} else "neither the names nor the number fits"
-    raise LoadError(f"the inputs {', '.join(inputs)} don't fit forward{_short(signature)}: {reason}")
+    reason = f"{', '.join(needed)} is missing" if all_known else "neither the names nor the number fits"
+    raise LoadError(f"{reference}: the inputs {', '.join(inputs)} don't fit forward{_short(signature)}: {reason}")
 
 
 def _short(signature: inspect.Signature) -> inspect.Signature:
     """Without annotations."""
     bare = [item.replace(annotation=item.empty) for item in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=signature.empty)
-
-
-def _variadic(takes: set[Any]) -> bool:
-    return _Kind.VAR_POSITIONAL in takes
 
 
 def _fits(signature: inspect.Signature, positions: Sequence[str], keywords: Sequence[str]) -> bool:

@@ -73,7 +73,7 @@ def beyond(specs: Sequence[TensorSpec]) -> dict[str, int]:
 
 
 def example(specs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int = 0) -> tuple[Tensor, ...]:
-    """Random numbers in the range of each input; masks are ones with a zero at one position."""
+    """Random numbers in the range of each input; masks are 0 at half of the positions."""
     return tuple(_draw(spec, spec.shape(sizes), seed + 100 * index) for index, spec in enumerate(specs))
 
 
@@ -115,8 +115,8 @@ def _draw(spec: TensorSpec, shape: tuple[int, ...], seed: int) -> Tensor:
         raise LoadError(f"input {spec.name!r}: torch has no dtype {spec.dtype}")
     if spec.is_mask and shape:
         mask = torch.ones(shape)
-        if shape[-1] > 1:
-            mask[..., -1 - seed % shape[-1]] = 0
+        # Whether 1 means real or padding, something is left.
+        mask[..., (torch.arange(shape[-1] // 2) - 1 - seed) % shape[-1]] = 0
         return mask.to(dtype)
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:

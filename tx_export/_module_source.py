@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,9 +52,8 @@ class UserModule:
 
 def find_module(reference: str) -> UserModule:
     """Import and build it; the user's own object is only read."""
-    with isolated(0):
-        source = plugins.import_source(reference)
-        found = plugins.member(source, reference)
+    source = plugins.import_source(reference)
+    found = plugins.member(source, reference)
     own: Callable[[], nn.Module] | None = None
     if isinstance(found, nn.Module):
         original = found
@@ -75,6 +75,12 @@ def find_module(reference: str) -> UserModule:
 
 
 def _built(reference: str, found: Callable[[], Any]) -> nn.Module:
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise PluginError(f"{reference}: {error}; name a function without arguments that builds it") from error
+    except ValueError:  # it has no signature
+        pass
     with plugins.foreign(f"{reference}: building it", LoadError), isolated(0):
         module = found()
     if not isinstance(module, nn.Module):
