@@ -21,11 +21,12 @@ import tx_export
 
 __all__ = ["Paths", "Place", "is_users", "module_paths", "place_here", "place_of_error"]
 
-Owner = Literal["user", "torch", "library", "machinery"]
+Through = Literal["user", "operator", "torch", "library"]
 Paths = Mapping[int, str]  # id of a module -> its dotted path
 _Frame = tuple[FrameType, int, int]  # with line and instruction, which a traceback keeps for itself
 
-_EXPORTER = str(Path("torch", "_export", "non_strict_utils.py"))  # stands between a call and its operator
+_FURTHER: tuple[Through, ...] = ("user", "operator", "torch", "library")
+_CALLS = str(Path("torch", "_export", "non_strict_utils.py"))  # every operator is called from here while tracing
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 
 
@@ -37,7 +38,7 @@ class Place:
     line: int
     code: str  # the expression, on one line
     module: str  # dotted path of the innermost module at work, or the class of the outermost
-    through: Owner = "user"  # user: that line itself did it; torch or library: it called them
+    through: Through = "user"  # that line itself did it, or an operator, torch's Python code, a library that it called
 
     @property
     def statement(self) -> str:
@@ -51,7 +52,7 @@ class Place:
 def module_paths(root: nn.Module) -> Paths:
     """Dotted paths as the user knows them: a wrapper of ours around the module doesn't count."""
     inner = root
-    while _owner(_file_of(type(inner))) == "machinery" and len(children := list(inner.children())) == 1:
+    while type(inner).__module__.startswith("tx_export.") and len(children := list(inner.children())) == 1:
         inner = children[0]
     return {id(part): path or type(inner).__name__ for path, part in inner.named_modules()}
 
@@ -86,15 +87,15 @@ def _traced(trace: TracebackType | None) -> Iterator[_Frame]:
 
 def _place(frames: list[_Frame], paths: Paths) -> Place | None:
     """From the innermost frame outwards to the first of the user's."""
-    through: Owner = "user"
+    through: Through = "user"
     for frame, line, instruction in frames:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user":
             module = _module(frames, paths)
             code = _source(frame.f_code, line, instruction)
             return None if module is None else Place(frame.f_code.co_filename, line, code, module, through)
-        if owner != "machinery" and through != "library":
-            through = owner
+        if owner != "machinery":
+            through = max(through, owner, key=_FURTHER.index)
     return None
 
 
@@ -108,11 +109,12 @@ def _module(frames: list[_Frame], paths: Paths) -> str | None:
 
 
 @functools.cache
-def _owner(file: str) -> Owner:
+def _owner(file: str) -> Through | Literal["machinery"]:
+    """Whose code a file is; machinery is what stands between a call and what it calls."""
     if file in uninteresting_files() or file.startswith("<"):
         return "machinery"
-    if file.endswith(_EXPORTER):
-        return "machinery"
+    if file.endswith(_CALLS):
+        return "operator"
     path = Path(file)
     if path.is_relative_to(Path(torch.__file__).parent):
         return "torch"
@@ -123,10 +125,6 @@ def _owner(file: str) -> Owner:
     if any(resolved.is_relative_to(folder.resolve()) for folder in (ours, ours / "models", ours / "quantize")):
         return "machinery"
     return "machinery" if file.startswith(_STANDARD) else "user"
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<unknown>"
 
 
 def _source(code: CodeType, line: int, instruction: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
+import linecache
 from collections.abc import Iterator
+from types import FunctionType
 
 from torch import nn
 
@@ -32,17 +32,23 @@ def assigned_at(part: nn.Module, path: str, attribute: str) -> Place | None:
 
 
 def _classes(part: nn.Module) -> Iterator[tuple[str, ast.ClassDef]]:
-    """The module's class and its bases, as far as they are the user's, with the line numbers of their files."""
+    """The module's class and its bases, as far as they are the user's, found by the lines of their methods."""
     for kind in type(part).__mro__:
-        try:
-            file, (source, first) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
-        except (OSError, TypeError):
+        method = next((value for value in vars(kind).values() if isinstance(value, FunctionType)), None)
+        file = "" if method is None else method.__code__.co_filename
+        if method is None or not is_users(file):
             continue
-        if file is None or not is_users(file):
-            continue
-        tree = ast.parse(textwrap.dedent("".join(source)))
-        ast.increment_lineno(tree, first - 1)
-        yield from ((file, node) for node in tree.body if isinstance(node, ast.ClassDef))
+        classes = [node for node in ast.walk(_parsed(file)) if isinstance(node, ast.ClassDef)]
+        first = method.__code__.co_firstlineno
+        around = [node for node in classes if node.lineno <= first <= (node.end_lineno or 0)]
+        yield from ((file, node) for node in around[-1:])
+
+
+def _parsed(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # it has changed since it was imported
+        return ast.Module([], [])
 
 
 def _writes(node: ast.AST, attribute: str) -> bool:

@@ -60,6 +60,7 @@ class _AskedSizes(ShapeEnv):
         super().__init__(specialize_zero_one=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.paths = paths
         self.questions: list[Question] = []
+        self.sizes: dict[str, Any] = {}  # a symbolic size for each named dimension
         self.names: dict[sympy.Symbol, str] = {}
 
     def evaluate_expr(
@@ -77,7 +78,7 @@ class _AskedSizes(ShapeEnv):
         number = isinstance(orig_expr, sympy.Expr)
         known = len(self.guards)
         arguments = (orig_expr, hint, fx_node, size_oblivious, fallback_value)
-        if place is None or place.through != "user" or number:
+        if place is not None and (number or place.through != "user"):
             with self.suppress_guards():
                 answer = super().evaluate_expr(*arguments, forcing_spec=forcing_spec)
         else:
@@ -133,7 +134,7 @@ def _silent() -> Iterator[None]:
 
 
 def _symbolic(spec: TensorSpec, feed: torch.Tensor, env: _AskedSizes, mode: FakeTensorMode) -> torch.Tensor:
-    """The feed without values, its named dimensions unknown within their bounds; equal names are one symbol."""
+    """The feed without values, its named dimensions unknown within their bounds, and equal where their names are."""
     named = [isinstance(dim, Dim) and feed.shape[axis] > 1 for axis, dim in enumerate(spec.dims)]
     context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DUCK if each else DimDynamic.STATIC for each in named],
@@ -145,6 +146,7 @@ def _symbolic(spec: TensorSpec, feed: torch.Tensor, env: _AskedSizes, mode: Fake
     for axis, dim in enumerate(spec.dims):
         if named[axis] and isinstance(dim, Dim):
             size: Any = fake.shape[axis]
+            torch._check(size == env.sizes.setdefault(dim.name, size))  # type: ignore[no-untyped-call]
             env.names[size.node.expr] = dim.name
     return fake
 

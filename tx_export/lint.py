@@ -86,10 +86,11 @@ def _sizes(traced: Trace, model: EagerModel) -> Iterator[Finding]:
 def _values(traced: Trace, notes: Notes) -> Iterator[Finding]:
     """What Python reads out of tensors, and what it decides by that."""
     decided = None
-    if traced.place is not None and traced.place.through == "user" and needed_value(traced.failure) == "branch":
-        decided = traced.place.file, traced.place.line
-        if not traced.place.statement.startswith("assert"):  # which an export leaves out
-            yield finding("data-branch", traced.place)
+    place, own = traced.place, ("user", "operator")
+    if place is not None and place.through in own and needed_value(traced.failure) == "branch":
+        decided = place.file, place.line
+        if not place.statement.startswith("assert"):  # which an export leaves out
+            yield finding("data-branch", place)
     for place in notes.of("data-value"):
         if (place.file, place.line) != decided:
             yield finding("data-value", place)
