@@ -17,7 +17,9 @@ from tx_export.errors import LoadError
 __all__ = ["build_seeded", "check_finite", "fill", "matched"]
 
 _log = logging.getLogger("tx_export")
-_PREFIX = re.compile(r"module\.|_orig_mod\.")
+# What modules that hold another one put into the names of its weights: data-parallel, compiled, sharded, recomputing.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+_CHECKED_AT_ONCE = 1 << 24  # values: tables have hundreds of millions, and a check needs room for several copies
 
 
 def build_seeded(build: Callable[[], Any], seed: int) -> Any:
@@ -45,10 +47,11 @@ def matched(
     found, unexpected = _by_our_name(tensors, wanted, renamed, tuple(unused), weights.place)
     missing = [_original(name, names) for name in sorted(set(_first_names(wanted).values()) - found.keys())]
     if missing or unexpected:
-        raise LoadError(f"{weights.place}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}")
+        hint = _hint(unexpected, lambda name: renamed(name) in wanted)
+        raise LoadError(f"{weights.place}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}{hint}")
     _check_shapes(found, wanted, weights.place)
-    check_finite(found.values(), weights.place)
     _check_dtypes(found, wanted, weights.place)
+    check_finite(found.values(), weights.place)
     return {ours: tensor for ours, (_, tensor) in found.items()}
 
 
@@ -109,22 +112,33 @@ def _listed(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
 
 
+def _hint(unexpected: Sequence[str], fits: Callable[[str], bool]) -> str:
+    """Whether all of them would fit without what they have in common."""
+    parts = unexpected[0].split(".") if unexpected else []
+    for prefix in (".".join(parts[:count]) + "." for count in range(1, len(parts))):
+        if all(name.startswith(prefix) and fits(name.removeprefix(prefix)) for name in unexpected):
+            return f"; they would fit without {prefix} in front: save the weights of that part alone"
+    return ""
+
+
 def _strip_prefixes(
     tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], renamed: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """Without the prefixes of data-parallel and compiled modules, but for names that the module has as they are."""
+    """Without what wrappers put into the names, but for names that the module has as they are."""
     stripped: dict[str, Tensor] = {}
-    prefixes: set[str] = set()
+    taken: set[str] = set()
     for name, tensor in tensors.items():
-        bare = name
-        while renamed(bare) not in wanted and (match := _PREFIX.match(bare)) is not None:
-            bare = bare[match.end() :]
-        prefixes |= {name.removesuffix(bare)} - {""}
+        parts, off = name.split("."), []
+        while renamed(".".join(parts)) not in wanted and (inner := [part for part in parts if part in _WRAPPERS]):
+            parts.remove(inner[0])
+            off.append(f"{inner[0]}.")
+        bare = ".".join(parts)
+        taken |= {"".join(off)} - {""}
         if bare in stripped:
-            raise LoadError(f"weights: two tensors are both {bare} without the prefix {', '.join(sorted(prefixes))}")
+            raise LoadError(f"weights: two tensors are both {bare} without the prefix {', '.join(sorted(taken))}")
         stripped[bare] = tensor
-    if prefixes:
-        _log.warning("weights: the prefix %s was taken off their names", ", ".join(sorted(prefixes)))
+    if taken:
+        _log.warning("weights: the prefix %s was taken off their names", ", ".join(sorted(taken)))
     return stripped
 
 
@@ -139,9 +153,15 @@ def _check_shapes(found: Mapping[str, tuple[str, Tensor]], wanted: Mapping[str, 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], place: str) -> None:
     """LoadError with the name of a tensor that holds NaN or infinity, and how many."""
     for name, tensor in tensors:
-        count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+        count = _count_non_finite(tensor) if tensor.is_floating_point() else 0
         if count:
             raise LoadError(f"{place}: {name} holds {count} of {tensor.numel()} values that are NaN or infinite")
+
+
+def _count_non_finite(tensor: Tensor) -> int:
+    parts = torch.split(tensor.reshape(-1), _CHECKED_AT_ONCE)
+    # float64 goes into float32, where more is infinite.
+    return sum(int((~torch.isfinite(part.float())).sum()) for part in parts)
 
 
 def _check_dtypes(found: Mapping[str, tuple[str, Tensor]], wanted: Mapping[str, Tensor], place: str) -> None:

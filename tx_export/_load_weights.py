@@ -20,6 +20,8 @@ from tx_export.errors import LoadError
 __all__ = ["Weights", "find_files", "read_json", "read_metadata", "read_weights"]
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_LFS = b"version https://git-lfs."  # how the small file begins that Git leaves in the place of a large one
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ def find_files(folder: Path) -> tuple[Path, ...]:
             return (folder / name,)
         if index.is_file():
             return _shards(index)
-    raise LoadError(f"{folder}: no weights; expected {' or '.join(_WHOLE)}, or the .index.json of one")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHERS)
+    found = f"; {others[0]} is not one of them" if others else ""
+    raise LoadError(f"{folder}: no weights; expected {' or '.join(_WHOLE)}, or the .index.json of one{found}")
 
 
 def read_weights(files: Sequence[Path]) -> Weights:
@@ -47,10 +51,7 @@ def read_weights(files: Sequence[Path]) -> Weights:
     tensors: dict[str, Tensor] = {}
     digest = hashlib.sha256()
     for file in sorted(files):
-        if not file.is_file():
-            raise LoadError(
-                f"{file}: {'a symlink to a file that is not there' if file.is_symlink() else 'no such file'}"
-            )
+        _require(file)
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
         twice = sorted(tensors.keys() & found.keys())
         if twice:
@@ -95,6 +96,13 @@ def _shards(index: Path) -> tuple[Path, ...]:
 def _require(file: Path) -> None:
     if not file.is_file():
         raise LoadError(f"{file}: {'a symlink to a file that is not there' if file.is_symlink() else 'no such file'}")
+    try:
+        with file.open("rb") as stream:
+            pointer = stream.read(len(_LFS)) == _LFS
+    except OSError as error:
+        raise LoadError(f"{file}: can't be read: {error.strerror}") from error
+    if pointer:
+        raise LoadError(f"{file}: a pointer of Git LFS, not the weights; git lfs pull brings them")
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
