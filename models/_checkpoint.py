@@ -54,7 +54,7 @@ def read_fields(
     `keys` holds the key of a field where it has another name than the field. A key that is neither known nor harmless
     is refused, unless it is null, false, zero or empty.
     """
-    family = spec.__module__.rpartition(".")[2]
+    family = spec.__module__.rpartition(".")[2].replace("_", "-")
     fields = {
         keys.get(field.name, field.name): field
         for field in dataclasses.fields(spec)  # type: ignore[arg-type]

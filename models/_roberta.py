@@ -31,7 +31,10 @@ class RobertaSpec(BertSpec):
         "lm_head.decoder": "head.decoder",
         "lm_head": "head.decoder",
     }
-    unused = (r"(roberta\.)?embeddings\.(position_ids|token_type_ids)", r"((roberta\.)?pooler|lm_head|classifier)\..*")
+    unused = (
+        r"(roberta\.)?embeddings\.(position_ids|token_type_ids)",
+        r"((roberta\.)?pooler|lm_head|classifier|qa_outputs)\..*",
+    )
     counts_real_ids = True
     word_activation = "gelu"
 

@@ -60,7 +60,7 @@ class Albert(BertSpec):
     }
     unused = (
         r"(albert\.)?embeddings\.(position_ids|token_type_ids)",
-        r"((albert\.)?pooler|predictions|sop_classifier|classifier)\..*",
+        r"((albert\.)?pooler|predictions|sop_classifier|classifier|qa_outputs)\..*",
     )
 
     def sizes(self) -> EncoderSizes:

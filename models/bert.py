@@ -30,7 +30,11 @@ class Bert(BertSpec):
         "cls.predictions.decoder": "head.decoder",
         "cls.predictions": "head.decoder",
     }
-    unused = (r"(bert\.)?embeddings\.(position_ids|token_type_ids)", r"(bert\.)?pooler\..*", r"(cls|classifier)\..*")
+    unused = (
+        r"(bert\.)?embeddings\.(position_ids|token_type_ids)",
+        r"(bert\.)?pooler\..*",
+        r"(cls|classifier|qa_outputs)\..*",
+    )
 
     def sizes(self) -> EncoderSizes:
         return self.bert_sizes()

@@ -55,7 +55,7 @@ class DistilBert(BertSpec):
     }
     unused = (
         r"(distilbert\.)?embeddings\.position_ids",
-        r"(pre_classifier|classifier|vocab_(transform|layer_norm|projector))\..*",
+        r"(pre_classifier|classifier|qa_outputs|vocab_(transform|layer_norm|projector))\..*",
     )
     text_activation = "relu"
 

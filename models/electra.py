@@ -39,7 +39,7 @@ class Electra(BertSpec):
     }
     unused = (
         r"(electra\.)?embeddings\.(position_ids|token_type_ids)",
-        r"((discriminator|generator)_predictions|generator_lm_head|classifier)\..*",
+        r"((discriminator|generator)_predictions|generator_lm_head|classifier|qa_outputs)\..*",
     )
     text_activation = "gelu"
     word_activation = "gelu"

@@ -35,7 +35,8 @@ def load_folder(
     folder: Path, *, weights: Path | int | None, task: str | None, max_length: int | None, name: str, source: str
 ) -> EagerModel:
     """The eager model; `weights` is a file to use instead of the folder's, or the seed of random ones."""
-    folder, pooling = _sentence_transformers(folder, task)
+    whole = folder
+    folder, pooling = _sentence_transformers(whole, task)
     if not (folder / "config.json").is_file():
         raise LoadError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
     config = read_json(folder / "config.json")
@@ -46,7 +47,7 @@ def load_folder(
     if max_length is not None and table is not None and max_length > table:
         raise LoadError(f"max-length {max_length} is more than the {table} positions that {source} has")
     fields = json.loads(json.dumps(dataclasses.asdict(spec)))  # type: ignore[call-overload]
-    scores = read_scores(folder, config, fields.get("labels") or ())
+    scores = read_scores(whole, config, fields.get("labels") or ())
     text = read_text(folder, fields, spec.inputs(), max_length, scores)
     module, origin = _build(spec, folder, weights)
     return EagerModel(

@@ -19,7 +19,7 @@ _ACTIVATIONS: Mapping[str, Scores] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "identity",
 }
-_PROBLEMS: Mapping[object, Scores] = {"multi_label_classification": "sigmoid", "regression": "identity"}
+_PROBLEMS: Mapping[str, Scores] = {"multi_label_classification": "sigmoid", "regression": "identity"}
 
 
 def is_cross_encoder(folder: Path) -> bool:
@@ -31,10 +31,11 @@ def read_scores(folder: Path, config: Mapping[str, Any], labels: Sequence[str]) 
     """Of a classifier with these labels; LoadError for an activation that the runtime does not have."""
     declared = _declared(folder, config)
     if declared is None:
-        return _PROBLEMS.get(config.get("problem_type"), "sigmoid" if len(labels) == 1 else "softmax")
-    if declared not in _ACTIVATIONS:
+        return _PROBLEMS.get(str(config.get("problem_type")), "sigmoid" if len(labels) == 1 else "softmax")
+    scores = _ACTIVATIONS.get(str(declared))
+    if scores is None:
         raise LoadError(f"{folder}: activation_fn is {declared!r}; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[declared]
+    return scores
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> object:

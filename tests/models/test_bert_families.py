@@ -18,6 +18,7 @@ from tx_export import plugins
 from tx_export.errors import LoadError
 from tx_export.load import load
 from tx_export.models._bert_encoder import positions_of_real_ids
+from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.spec import CheckpointSpec
 
 from .checkpoints import CLASSES, TASKS, assert_equal, feeds, ours, save, save_tokenizer, theirs
@@ -108,6 +109,28 @@ def test_a_full_config_of_transformers_is_known(family: str) -> None:
     assert spec.from_config(full, "fill-mask", ()) == spec.from_config({}, "fill-mask", ())
 
 
+_PUBLISHED: dict[str, dict[str, Any]] = {  # what the config.json of well-known checkpoints holds beside plain sizes
+    "distilbert": {"sinusoidal_pos_embds": False, "tie_weights_": True, "qa_dropout": 0.1, "finetuning_task": "sst-2"},
+    "roberta": {"gradient_checkpointing": False, "position_embedding_type": "absolute", "eos_token_id": 2},
+    "xlm-roberta": {"output_past": True, "use_cache": True, "_name_or_path": "base", "torch_dtype": "float32"},
+    "camembert": {"output_past": True, "layer_norm_eps": 1e-05, "bos_token_id": 5},
+    "albert": {
+        **{"down_scale_factor": 1, "gap_size": 0, "inner_group_num": 1, "net_structure_type": 0},
+        **{"num_hidden_groups": 1, "num_memory_blocks": 0, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    },
+    "electra": {
+        **{"summary_activation": "gelu", "summary_last_dropout": 0.1, "summary_type": "first"},
+        **{"summary_use_proj": True, "generator_size": "0.25"},
+    },
+}
+
+
+@pytest.mark.parametrize("family", _PUBLISHED)
+def test_the_keys_of_published_checkpoints_are_known(family: str) -> None:
+    config = {"model_type": family, "architectures": [f"{CLASSES[family]}ForMaskedLM"], **_PUBLISHED[family]}
+    assert _spec(family).from_config(config, None, ()).task == "fill-mask"
+
+
 def _spec(family: str) -> type[CheckpointSpec]:
     found: type[CheckpointSpec] = plugins.find("model", family)
     return found
@@ -125,7 +148,7 @@ def _spec(family: str) -> type[CheckpointSpec]:
         ("roberta", "type_vocab_size", 0, "type_vocab_size is 0; it must be at least 1"),
         ("roberta", "pad_token_id", None, "pad_token_id is None; positions are counted from it"),
         ("roberta", "max_position_embeddings", 2, r"pad_token_id is 1; positions .* - 2, which is 0"),
-        ("xlm-roberta", "is_decoder", True, "is_decoder is True, which xlm_roberta does not support"),
+        ("xlm-roberta", "is_decoder", True, "is_decoder is True, which xlm-roberta does not support"),
         ("albert", "num_hidden_groups", 2, "num_hidden_groups is 2; albert supports 1 only"),
         ("albert", "inner_group_num", 2, "inner_group_num is 2; albert supports 1 only"),
         ("albert", "embedding_size", 0, "embedding_size is 0; it must be at least 1"),
@@ -158,9 +181,8 @@ def test_old_names_and_what_belongs_to_other_heads_are_no_obstacle(family: str, 
     reference = save(tmp_path, family, "text-classification")
     prefix = reference.base_model_prefix
     _edit_weights(tmp_path, _made_old)
-    _edit_weights(
-        tmp_path, lambda tensors: tensors | {f"{prefix}.embeddings.position_ids": torch.arange(40)[None].clone()}
-    )
+    others = {f"{prefix}.embeddings.position_ids": torch.arange(40)[None].clone(), "qa_outputs.bias": torch.zeros(2)}
+    _edit_weights(tmp_path, lambda tensors: tensors | others)
     model = load(str(tmp_path), task="feature-extraction")
     given = feeds(model, 3, 17, "right")
     assert_equal(ours(model, given), theirs(getattr(reference, prefix), given), given["attention_mask"])
@@ -176,6 +198,16 @@ def _made_old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _edit_weights(folder: Path, change: Any) -> None:
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def test_the_layer_of_albert_is_held_once(tmp_path: Path) -> None:
+    """As transformers holds it: no parameter more, and one attention that stands at each of three places."""
+    reference = save(tmp_path, "albert", "fill-mask")
+    module = load(str(tmp_path)).module
+    counts = [sum(parameter.numel() for parameter in each.parameters()) for each in (module, reference)]
+    assert counts[0] == counts[1]
+    places = [part for _, part in module.named_modules(remove_duplicate=False) if isinstance(part, MultiHeadAttention)]
+    assert (len(places), len(set(places))) == (3, 1)
 
 
 def test_positions_counted_from_ids_bound_the_tokens_and_skip_padding(tmp_path: Path) -> None:
