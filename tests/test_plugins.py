@@ -187,3 +187,57 @@ def test_a_file_that_empties_the_path_is_no_problem(tmp_path: Path) -> None:
     file = _write(tmp_path / "mine.py", "import sys\nsys.path.clear()\nanswer = 42\n")
     assert plugins.import_object(f"{file}:answer") == 42
     assert sys.path == before
+
+
+def test_a_dotted_name_is_followed_and_a_wrong_one_lists_what_could_be_meant(tmp_path: Path) -> None:
+    text = (
+        "from json import dumps, JSONDecoder\nimport os\nlimit = 3\n"
+        "class Config:\n    class small:\n        answer = 42\n    sizes = ()\n"
+        "def build(): pass\n"
+    )
+    file = _write(tmp_path / "mine.py", text)
+    assert plugins.import_object(f"{file}:Config.small.answer") == 42
+    with pytest.raises(PluginError, match=r"mine\.py has no 'Confg'; it has Config, build; did you mean Config\?"):
+        plugins.import_object(f"{file}:Confg.small")
+    with pytest.raises(PluginError, match=r"Config has no 'tiny'; it has small$"):
+        plugins.import_object(f"{file}:Config.tiny")
+
+
+@pytest.mark.parametrize(("init", "imported"), [(True, ".parts"), (False, ".parts"), (True, "..parts")])
+def test_relative_imports_find_the_neighbours(init: bool, imported: str, tmp_path: Path) -> None:
+    for owner in ("ann", "bob"):
+        folder = tmp_path / owner / "nets"
+        _write(folder / ("parts.py" if imported == ".parts" else "deep/ignored.py"), f"owner = {owner!r}\n")
+        file = _write(folder / "deep" / "entry.py", "") if imported == "..parts" else folder / "entry.py"
+        _write(file, f"from {imported} import owner\ndef late():\n    from {imported} import owner\n    return owner\n")
+        _write(folder / "parts.py", f"owner = {owner!r}\n")
+        for place in {folder, file.parent} if init else ():
+            _write(place / "__init__.py", "")
+        assert plugins.import_object(f"{file}:owner") == owner
+        with plugins.importable(f"{file}:late"):
+            assert plugins.import_object(f"{file}:late")() == owner
+
+
+def test_errors_name_the_innermost_line_of_the_user(tmp_path: Path) -> None:
+    _write(tmp_path / "inner_of_mine.py", "import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    file = _write(tmp_path / "mine.py", "from inner_of_mine import read\nread('{')\n")
+    with pytest.raises(PluginError, match=r"^\S*inner_of_mine\.py:5: \S*mine\.py: importing it raised JSONDecodeError"):
+        plugins.import_object(f"{file}:x")
+    file = _write(tmp_path / "other.py", "x = 1\ndef f(:\n")
+    with pytest.raises(PluginError, match=r"^\S*other\.py:2: \S*other\.py: importing it raised SyntaxError"):
+        plugins.import_object(f"{file}:x")
+
+
+def test_the_person_at_the_keyboard_is_no_error_of_the_file(tmp_path: Path) -> None:
+    before = list(sys.path)
+    with pytest.raises(KeyboardInterrupt):
+        plugins.import_object(f"{_write(tmp_path / 'mine.py', 'raise KeyboardInterrupt')}:x")
+    assert sys.path == before and "mine" not in sys.modules
+
+
+def test_a_deleted_current_folder_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(PluginError, match="no_such_package: importing it raised ModuleNotFoundError"):
+        plugins.import_object("no_such_package:Net")

@@ -12,7 +12,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, TracebackType
@@ -61,7 +61,10 @@ def member(source: ModuleType, reference: str) -> Any:
 def importable(reference: str) -> Iterator[None]:
     """What the code of a reference imports, in functions that run later too, is found while this is open."""
     place, _ = _split(reference)
-    with _on_path(Path(place).resolve().parent if place.endswith(".py") else _current_folder()):
+    folders = _folders(Path(place)) if place.endswith(".py") else [_current_folder()]
+    with ExitStack() as opened:
+        for folder in folders:
+            opened.enter_context(_on_path(folder))
         yield
 
 
@@ -120,17 +123,16 @@ def _shown(file: str) -> str:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PluginError(f"{path}: no such file")
-    levels = _relative_levels(path)
-    if levels:
-        top = path.resolve().parents[min(levels, len(path.resolve().parents) - 1)]
+    *_, top = _folders(path)
+    if top != path.resolve().parent:
         dotted = ".".join(path.resolve().relative_to(top).with_suffix("").parts)
-        with _on_path(path.resolve().parent), _on_path(top), foreign(f"{path}: importing it", PluginError):
+        with importable(f"{path}:"), foreign(f"{path}: importing it", PluginError):
             return importlib.import_module(dotted)
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     known = _is_known(path.stem)
-    with _on_path(path.resolve().parent), foreign(f"{path}: importing it", PluginError):
+    with _on_path(top), foreign(f"{path}: importing it", PluginError):
         # Pickling and dataclasses look a module up by name while its body runs.
         previous = sys.modules.get(path.stem)
         sys.modules[path.stem] = module
@@ -146,15 +148,16 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _relative_levels(path: Path) -> int:
-    """How many folders up the file's relative imports reach (1: its own folder is the package); 0 without any."""
+def _folders(path: Path) -> list[Path]:
+    """The file's folder; then, if it has relative imports, the one that holds the package they are in."""
+    parents = list(path.resolve().parents)
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return 0  # importing it says what is wrong
-    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    packages = next((i for i, folder in enumerate(path.resolve().parents) if not _is_package(folder)), 0)
-    return max(max(levels), packages) if any(levels) else 0
+        return parents[:1]  # importing it says what is wrong
+    levels = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    packages = next(count for count, folder in enumerate(parents) if not _is_package(folder))
+    return [parents[0], *parents[max(levels, packages) :][:1]] if levels else parents[:1]
 
 
 def _is_package(folder: Path) -> bool:
