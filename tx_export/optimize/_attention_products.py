@@ -19,6 +19,7 @@ __all__ = [
     "is_product",
     "same",
     "same_all",
+    "scalar",
     "scores_product",
     "shape_of",
 ]
