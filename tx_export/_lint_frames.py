@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,13 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 import tx_export
 
-__all__ = ["Paths", "Place", "is_users", "module_paths", "place_here", "place_of_error"]
+__all__ = ["Paths", "Place", "is_users", "module_paths", "place_here", "place_in_text", "place_of_error"]
 
 Through = Literal["user", "operator", "torch", "library"]
 Paths = Mapping[int, str]  # id of a module -> its dotted path
 _Frame = tuple[FrameType, int, int]  # with line and instruction, which a traceback keeps for itself
 
+_WRITTEN = re.compile(r'File "([^"]+)", line (\d+)')
 _FURTHER: tuple[Through, ...] = ("user", "operator", "torch", "library")
 _CALLS = str(Path("torch", "_export", "non_strict_utils.py"))  # every operator is called from here while tracing
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
@@ -71,6 +73,15 @@ def place_of_error(error: BaseException, paths: Paths) -> Place | None:
     """Where it was raised."""
     frames = list(_traced(error.__traceback__))
     return _place(frames[::-1], paths)
+
+
+def place_in_text(stack: str, module: str) -> Place | None:
+    """The user's line of a stack that torch wrote down as text."""
+    found = [(file, int(line)) for file, line in _WRITTEN.findall(stack) if is_users(file)]
+    if not found:
+        return None
+    file, line = found[-1]
+    return Place(file, line, linecache.getline(file, line).strip(), module, "operator")
 
 
 def _callers(frame: FrameType | None) -> Iterator[_Frame]:

@@ -59,6 +59,17 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
         "`{code}` gives NaN where a row of the mask is empty",
         "fill with torch.finfo(x.dtype).min instead of -inf, which softmax turns into finite weights",
     ),
+    "unsupported": (
+        "error",
+        "`{code}` needs {detail}, for which the exporter has no ONNX operators",
+        "write it with operators that ONNX has",
+    ),
+    "foreign": (
+        "error",
+        "`{code}` becomes {detail}, an operator that ONNX Runtime has not without a library of its own",
+        "write it with operators of torch",
+    ),
+    "failed": ("error", "`{code}` can't be exported: {detail}", "write it another way"),
     "random": (
         "error",
         "`{code}` draws random numbers in eval mode ({detail})",

@@ -6,6 +6,7 @@ settles narrows a range; what a library asks is answered as the example has it, 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import nn
 from torch._dynamo.source import ConstantSource
 from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler
 from torch._export.utils import _compiling_state_context
@@ -28,11 +30,12 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from tx_export._lint_frames import Paths, Place, module_paths, place_here, place_of_error
+from tx_export._module_adapter import ModuleAdapter
 from tx_export._module_inputs import example, sizes_of
 from tx_export._slow_path import slow_path
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
-__all__ = ["Question", "Trace", "needed_value", "trace"]
+__all__ = ["Question", "Trace", "needed_value", "trace", "without_traces"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ class _AskedSizes(ShapeEnv):
 
 
 def trace(model: EagerModel) -> Trace:
-    """Run the module once; nothing that it raises comes out. Its state is left to the caller."""
-    paths = module_paths(model.module)
+    """Run the module once; nothing that it raises comes out, and nothing that it writes stays."""
+    module = without_traces(model.module)
+    paths = module_paths(module)
     env = _AskedSizes(paths)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     small, _ = sizes_of(model.inputs)
@@ -105,10 +109,15 @@ def trace(model: EagerModel) -> Trace:
             _compiling_state_context(),
             torch.no_grad(),
         ):
-            model.module(*feeds)
+            module(*feeds)
     except Exception as error:  # a user's module raises anything
         return Trace(tuple(env.questions), error, place_of_error(error, paths))
     return Trace(tuple(env.questions), None, None)
+
+
+def without_traces(module: nn.Module) -> nn.Module:
+    """What may run without leaving anything behind: an adapter undoes what forward writes, else it is a copy."""
+    return module if isinstance(module, ModuleAdapter) else copy.deepcopy(module)
 
 
 def needed_value(error: BaseException | None) -> Literal["branch", "number"] | None:

@@ -19,6 +19,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
 from torch import nn
 
+from tx_export._export_errors import check_exported, export_error
 from tx_export._releases import RELEASES, first_release, least_onnxruntime
 from tx_export._slow_path import slow_path
 from tx_export._torch_attention import torch_attention
@@ -108,8 +109,9 @@ def export(model: EagerModel, target: Target) -> ir.Model:
                 verbose=False,
             )
         except Exception as error:  # torch.export and the module raise anything
-            raise ExportError(f"{model.source}: {_reason(error)}") from error
-    assert program is not None
+            raise export_error(model, error) from error
+        assert program is not None
+        check_exported(model, program.model)
     graph: ir.Model = program.model
     ClearMetadataAndDocStringPass()(graph)  # holds the paths of this machine
     _name_ends(graph.graph, model)
@@ -181,14 +183,6 @@ def _separate_outputs(graph: ir.Graph) -> None:
             graph.append(ir.node("Identity", [value], outputs=[own]))
             graph.outputs[index] = own
         taken.add(value)
-
-
-def _reason(error: Exception) -> str:
-    """The line of a torch error that says what is wrong, without the text around it."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no message')}"
 
 
 @contextmanager

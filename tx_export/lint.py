@@ -5,9 +5,7 @@ Nothing is guessed from the text: the module runs, on symbolic sizes and on numb
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from tx_export._lint_frames import module_paths
 from tx_export._lint_rules import Finding, finding
 from tx_export._lint_run import Notes, watched
 from tx_export._lint_source import assigned_at, defined_at
-from tx_export._lint_trace import Trace, needed_value, trace
+from tx_export._lint_trace import Trace, needed_value, trace, without_traces
 from tx_export._module_adapter import ModuleAdapter
 from tx_export._module_inputs import example, sizes_of
 from tx_export._module_state import Slot, changes, dotted, state_of
@@ -30,12 +28,12 @@ __all__ = ["Finding", "lint"]
 
 def lint(model: EagerModel) -> tuple[Finding, ...]:
     """Errors first, each in the order in which its lines ran. The module stays as it is."""
-    module = _without_traces(model.module)
+    module = without_traces(model.module)
     before = state_of(module)
     inputs = example(model.inputs, sizes_of(model.inputs)[0])
     answer, notes = watched(lambda: _run(module, inputs), module_paths(module))
     slots = module.slots if isinstance(module, ModuleAdapter) else changes(before, state_of(module))
-    traced = trace(replace(model, module=_without_traces(model.module)))
+    traced = trace(model)
     found = [
         *_training(model.module),
         *_sizes(traced, model),
@@ -46,11 +44,6 @@ def lint(model: EagerModel) -> tuple[Finding, ...]:
         *_empty_rows(model, module, inputs),
     ]
     return tuple(sorted(dict.fromkeys(found), key=lambda each: each.severity != "error"))
-
-
-def _without_traces(module: nn.Module) -> nn.Module:
-    """What may run without leaving anything behind: an adapter undoes what forward writes, else it is a copy."""
-    return module if isinstance(module, ModuleAdapter) else copy.deepcopy(module)
 
 
 def _users(module: nn.Module) -> nn.Module:
