@@ -91,15 +91,23 @@ def quick(exported: ir.Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("fault", _FAULTS)
-def test_a_pass_that_plants_a_fault_is_named_with_output_case_and_position(
-    checkpoint: Path, tmp_path: Path, fault: str
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        ("wrong_scale", r"encoder\.layers\.0\.attention \(MultiHeadAttention\), in its own forward behind .*: off by"),
+        ("swapped_head", r"encoder\.layers\.0\.attention\.value \(Linear\): off by"),
+        ("nan_weight", r"encoder\.layers\.1\.attention\.query \(Linear\): \d+ values are not finite there"),
+        ("shifted_mask", r"encoder\.layers\.0\.attention \(MultiHeadAttention\), in its own forward behind"),
+    ],
+)
+def test_a_pass_that_plants_a_fault_is_named_with_output_case_position_and_module(
+    checkpoint: Path, tmp_path: Path, fault: str, module: str
 ) -> None:
     (tmp_path / f"{fault}.py").write_text(_PASS.format(body=_FAULTS[fault].rstrip("\n")), encoding="utf-8")
     passes = f"fold_constants {tmp_path}/{fault}.py:Planted fuse_gelu"
-    with pytest.raises(
-        BudgetError, match=rf"^{fault}: output 'embedding' .* in case \d+x\d+ \w+ mask at \[\d"
-    ) as caught:
+    place = r"in case \d+x\d+ \w+ mask at \[\d"
+    message = rf"^{fault}: output 'embedding' .* {place}.*; the first module that differs is {module}"
+    with pytest.raises(BudgetError, match=message) as caught:
         build(BuildOptions(source=str(checkpoint), passes=passes, output=tmp_path / "out"))
     assert caught.value.exit_code == 3
     assert not (tmp_path / "out").exists()
@@ -107,7 +115,11 @@ def test_a_pass_that_plants_a_fault_is_named_with_output_case_and_position(
 
 @pytest.mark.usefixtures("quick")
 def test_a_budget_that_cannot_be_met_names_the_pass_and_leaves_no_artifact(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"dynamic_int8: output 'embedding': sqnr_db .* is less than 90"):
+    # Query, key and value are one product there, inside one operator with the attention.
+    blamed = r"the first module that differs is encoder\.layers\.0\.attention \(MultiHeadAttention\): sqnr_db .* there"
+    with pytest.raises(
+        BudgetError, match=rf"dynamic_int8: output 'embedding': sqnr_db .* is less than 90, .*; {blamed}"
+    ):
         build(BuildOptions(source=str(checkpoint), budget="sqnr_db=90", output=tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
@@ -151,17 +163,21 @@ def test_fp32_is_within_the_fidelity_bound_and_compare_passes(checkpoint: Path, 
 def test_compare_of_a_changed_graph_fails_and_says_where(checkpoint: Path, tmp_path: Path) -> None:
     folder = build(BuildOptions(source=str(checkpoint), quantize="none", output=tmp_path / "out"))
     graph = ir.load(folder / "model.onnx")
-    name = next(name for name, value in graph.graph.initializers.items() if value.shape == (16,))
+    name = "encoder.layers.1.feed_forward.down.bias"
     weight = graph.graph.initializers[name].const_value
     assert weight is not None
-    graph.graph.initializers[name].const_value = ir.tensor(weight.numpy() + np.float32(0.5), name=name)
+    bias = weight.numpy() + np.eye(1, 16, dtype=np.float32)[0] / 2
+    graph.graph.initializers[name].const_value = ir.tensor(bias, name=name)
     ir.save(graph, folder / "model.onnx")
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]
     seal(folder, manifest)
     found = compare(folder, str(checkpoint))
     assert found["verdict"] == "fail"
-    assert "artifact: output 'embedding'" in found["reason"]
+    assert found["reason"].startswith("model.onnx is not what its own recipe makes; artifact: output 'embedding'")
+    assert (
+        "; the first module that differs is encoder.layers.1.feed_forward.down (Linear): off by 0.5" in found["reason"]
+    )
 
 
 @pytest.mark.usefixtures("quick")

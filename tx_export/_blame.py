@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import nn
 
+from tx_export import plugins
 from tx_export._alike import agreement, alikeness, difference
 from tx_export._eager_trace import Moment, Trace, trace
 from tx_export._grid import Case
@@ -31,7 +32,6 @@ Array = NDArray[Any]
 
 _log = logging.getLogger("tx_export")
 
-_SETTINGS = {"provider": "CPUExecutionProvider", "graph_optimization": "none"}  # so that every value exists
 _NEAREST_DB = 1.0  # among tensors that agree with a value, those that are as near as the nearest
 
 
@@ -110,29 +110,35 @@ class _Search:
         for value in suspects:
             if (index := self._form_of(value)) is not None:
                 last = self._last_form(value, index)
-                found = difference(self.eager.moments[index], self.arrays[last.name or ""])
-                return self._between(self._behind([last])[1], index, found)
-        return self._between(border, len(self.eager.moments), None)
+                return self._first(self._behind([last])[1], index, last)
+        return self._first(border, len(self.eager.moments), None)
 
-    def _between(self, border: set[int], last: int, found: Difference | None) -> _Fault | None:
-        """What differs behind the border, at `last` at the latest."""
+    def _first(self, border: set[int], last: int, value: ir.Value | None) -> _Fault | None:
+        """What differs first behind the border: the moment `last`, of which `value` is a form, at the latest."""
         moments = self.eager.moments
         start = 0 if self.allowed is not None else min(border, default=-1) + 1
         unknown = [index for index in range(start, last) if index not in self.known | border]
-        present = next((index for index in unknown if self._is_present(moments[index])), None)
-        if present is not None:
-            given = [index for index in moments[present].origin.given if index in unknown]
-            if not given:
-                return _Fault(moments[present], None, (), None)
-            last, found = given[0], None
+        readers = ((index, self._readers(moments[index])) for index in unknown)
+        if found := next(((index, nodes) for index, nodes in readers if nodes), None):
+            last, value = found[0], self._product(moments[found[0]], found[1])
+        given = self._given(last)
+        if given and all(index in unknown for index in given):
+            last, value = given[0], None
         nearest = max((index for index in border if index < last), default=-1)
-        gone = [index for index in unknown if nearest < index < last]
+        between = [index for index in unknown if nearest < index < last]
+        gone = [index for index in between if moments[index].origin.returned]  # a mask handed on has many forms
         if last == len(moments):
-            if not gone:
+            if not between:
                 return None
-            last, gone = gone[0], []
+            last, gone = (*gone, *between)[0], []
+        amount = None if value is None else difference(moments[last], self.arrays[value.name or ""])
         behind = moments[nearest] if nearest >= 0 else None
-        return _Fault(moments[last], behind, [moments[index] for index in gone], found)
+        return _Fault(moments[last], behind, [moments[index] for index in gone], amount)
+
+    def _given(self, index: int) -> tuple[int, ...]:
+        """What an innermost module was given that returned a moment."""
+        origin = self.eager.moments[index].origin if index < len(self.eager.moments) else None
+        return origin.given if origin is not None and self.eager.is_leaf(origin.owner) else ()
 
     def _match(self, value: ir.Value, array: Array) -> None:
         near = [(agreement(moment, array, self.allowed), index) for index, moment in self._of_size(array.size)]
@@ -194,13 +200,20 @@ class _Search:
         level, index = max(levels, default=(0.0, -1))
         return index if level > 0 and index not in self.known else None
 
-    def _is_present(self, moment: Moment) -> bool:
-        """Whether the graph still holds weights of the innermost module that returned this."""
+    def _readers(self, moment: Moment) -> list[ir.Node]:
+        """The nodes that read weights of the innermost module that returned this, if the graph still holds them."""
         if not moment.origin.returned or not self.eager.is_leaf(moment.origin.owner):
-            return False
+            return []
         sizes = self.eager.weights[moment.origin.owner]
-        held = (value for name, value in self.graph.initializers.items() if f".{moment.origin.owner}." in f".{name}")
-        return any(value.const_value is not None and value.const_value.size in sizes for value in held)
+        held = (v for name, v in self.graph.initializers.items() if f".{moment.origin.owner}." in f".{name}")
+        same = [value for value in held if value.const_value is not None and value.const_value.size in sizes]
+        return [use.node for value in same for use in value.uses()]
+
+    def _product(self, moment: Moment, readers: Sequence[ir.Node]) -> ir.Value | None:
+        """The last value of a moment's size that these nodes give."""
+        order = [value for node in self.graph if node in readers for value in node.outputs]
+        sizes = {name: array.size for name, array in self.arrays.items()}
+        return next((v for v in reversed(order) if sizes.get(v.name or "") == moment.array.size), None)
 
 
 def _values(graph: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -218,9 +231,10 @@ def _values(graph: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _run(graph: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """As a build verifies it: with exact 8-bit products, and no fusion across values that are asked for."""
     copy = graph.clone()
     values = {value.name: value for node in copy.graph for value in node.outputs}
     copy.graph.outputs[:] = [values[name] for name in names]
     RemoveUnusedNodesPass()(copy)
-    outputs = open_graph(copy, _SETTINGS)(feeds)
+    outputs = open_graph(copy, plugins.find("provider", "cpu")().session())(feeds)
     return {name: array for name, array in outputs.items() if isinstance(array, np.ndarray)}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tx_export._grid import Case
+from tx_export._module_adapter import ModuleAdapter
 from tx_export._reference import eager_runner
 from tx_export.spec import EagerModel
 
@@ -76,7 +77,7 @@ class Trace:
 
 def trace(model: EagerModel, module: nn.Module, case: Case) -> Trace:
     """Run eager on a case and keep what its modules take and give."""
-    users = _users_own(module)
+    users = module.module if isinstance(module, ModuleAdapter) else module
     recorder = _Recorder(model, case)
     handles = []
     for path, part in users.named_modules():
@@ -93,12 +94,6 @@ def trace(model: EagerModel, module: nn.Module, case: Case) -> Trace:
     recorder.see(outputs, whole)
     recorder.trace.outputs = {name: recorder.moment(array, whole) for name, array in outputs.items()}
     return recorder.trace
-
-
-def _users_own(module: nn.Module) -> nn.Module:
-    """The user's module inside an adapter of ours."""
-    inner = dict(module.named_children()).get("module")
-    return inner if inner is not None and type(module).__module__.startswith("tx_export._") else module
 
 
 class _Recorder:

@@ -21,7 +21,7 @@ __all__ = ["CaseError", "Findings", "answer", "decision", "measure"]
 Array = NDArray[Any]
 
 _DECIDING = ("text-classification", "token-classification", "fill-mask", "text-generation")
-_SMALL = 64  # positions: among cases of up to so many the clearest is as good as the smallest
+_SMALL = 64  # positions: up to here more of them cost little and tell tensors apart
 
 
 class CaseError(BudgetError):
@@ -55,8 +55,9 @@ class Findings:
                 return _farthest(differences) >= clear
             return any(allowed.breaches(difference) for difference in differences)
 
-        def cost(item: tuple[Case, Sequence[Difference]]) -> tuple[int, float]:
-            return max(_SMALL, math.prod(item[0].shape[:2])), -_farthest(item[1])
+        def cost(item: tuple[Case, Sequence[Difference]]) -> tuple[int, int, float]:
+            positions = math.prod(item[0].shape[:2])
+            return max(_SMALL, positions), -positions, -_farthest(item[1])
 
         return min((item for item in self.each if shows(item[1])), key=cost)[0]
 

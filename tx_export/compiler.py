@@ -5,7 +5,8 @@ load -> export -> passes, each compared with eager -> artifact folder -> read ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,9 @@ from tx_export import plugins, runtime
 from tx_export._manifest import describe, report, samples
 from tx_export._sources import source_of
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
-from tx_export.errors import BudgetError, LoadError, PluginError
+from tx_export.errors import BudgetError, ExportError, LoadError, PluginError
 from tx_export.export import Target, export
+from tx_export.lint import Finding, lint
 from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
@@ -29,10 +31,12 @@ __all__ = ["BuildOptions", "build", "compare", "source_of"]
 
 Progress = Callable[[str], None]
 
+_log = logging.getLogger("tx_export")
+
 # The optimization passes for a provider, in order. Others that exist were slower where they were measured.
 _FUSED = {
-    "cpu": "fold_constants fuse_gelu merge_views pack_qkv",
-    "cuda": "fold_constants fuse_gelu merge_views pack_qkv fuse_bias_gelu fuse_residual_norm",
+    "cpu": "fold_constants fuse_gelu fuse_attention merge_views pack_qkv",
+    "cuda": "fold_constants fuse_gelu fuse_attention merge_views pack_qkv fuse_bias_gelu fuse_residual_norm",
 }
 _STANDARD = "fold_constants merge_views"
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
@@ -79,6 +83,9 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     check_target(folder, options.force)
     longest = max(LONGEST, options.max_length or 0)
     judge = Judge(model, split.judging, override, labelled, longest)
+    if model.family == "module":
+        progress("lint")
+        _heed(lint(model))
     progress("export")
     graph = export(model, target)
     settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
@@ -118,6 +125,14 @@ def _load(options: BuildOptions) -> EagerModel:
         inputs=options.inputs,
         max_length=options.max_length,
     )
+
+
+def _heed(findings: Sequence[Finding]) -> None:
+    """Tell the warnings; ExportError for the first error."""
+    for found in findings:
+        if found.severity == "error":
+            raise ExportError(str(found))
+        _log.warning("%s", found)
 
 
 def _read_split(calibrate: Path | None) -> Split:

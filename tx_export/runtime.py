@@ -712,7 +712,7 @@ def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int
     # Set by hand, so that ONNX Runtime neither counts the host's CPUs nor pins threads to them.
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what goes wrong is raised, and told once
     options.enable_cpu_mem_arena = settings.get("arena", True)
     options.enable_mem_pattern = settings.get("mem_pattern", False)
     levels = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC"}
