@@ -61,8 +61,10 @@ def _reason(model: EagerModel, causes: list[BaseException]) -> str:
     if unsupported := _UNSUPPORTED.search(str(root)):
         operator = unsupported[1].replace(".", "::", 1)
         node = next((node for cause in causes for node in _nodes(cause)), None)
-        kind = "complex" if "complex" in operator or "complex-valued" in str(root) else "unsupported"
-        return _told(kind, None if node is None else _place_of_fx(node, model), operator, model)
+        where = None if node is None else _place_of_fx(node, model)
+        if "complex" in operator or "complex-valued" in str(root):
+            return _told("complex", where, f" ({operator})", model)
+        return _told("unsupported", where, operator, model)
     if needed_value(root) is not None:
         return _told("data-branch", place, "", model)
     if "Constraints violated" in str(root) or "specialized" in str(root):

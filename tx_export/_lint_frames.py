@@ -56,7 +56,8 @@ def module_paths(root: nn.Module) -> Paths:
     inner = root
     while type(inner).__module__.startswith("tx_export.") and len(children := list(inner.children())) == 1:
         inner = children[0]
-    return {id(part): path or type(inner).__name__ for path, part in inner.named_modules()}
+    name = type(inner).__name__
+    return {id(root): name} | {id(part): path or name for path, part in inner.named_modules()}
 
 
 def is_users(file: str) -> bool:

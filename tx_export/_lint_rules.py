@@ -46,7 +46,7 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
     ),
     "complex": (
         "warning",
-        "`{code}` computes with complex numbers, which a graph holds as pairs of real ones, for few operators",
+        "`{code}` computes with complex numbers{detail}, which a graph holds as pairs of real ones, for few operators",
         "write the real form (cos and sin of the angle, applied to the two halves)",
     ),
     "large-fill": (
