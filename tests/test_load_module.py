@@ -331,6 +331,7 @@ def test_what_a_module_switches_in_the_whole_process_is_put_back(file: Path) -> 
 def test_the_folder_is_on_the_path_while_the_users_functions_run(file: Path) -> None:
     path = list(sys.path)
     (file.parent / "models").mkdir()
+    (file.parent / "models" / "__init__.py").write_text("")
     (file.parent / "models" / "parts.py").write_text("from torch import nn\nLinear = nn.Linear\n")
     (file.parent / "shapes_of_mine.py").write_text("rows = 'x:float32[rows,4]'\n")
     (file.parent / "sums_of_mine.py").write_text("def total(x):\n    return x.sum(-1)\n")
