@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from tx_export.errors import LoadError
 from tx_export.lint import Finding, lint
+from tx_export.load import load
 from tx_export.testing import eager_model
 
 _INPUTS = ["x:float32[batch,tokens<=64,8]", "mask:int64[batch,tokens<=64]"]
@@ -78,6 +80,12 @@ _FAULTS = {
         "if mask.all():\n    return x\nreturn x * mask[..., None]", "data-branch", "error", 1, "if mask.all()",
     ),
     "a branch on a sum": ("y = x * 2\nreturn y if mask.sum() > 3 else x", "data-branch", "error", 2, "mask.sum() > 3"),
+    "a number of a size where tracing takes its other way": (
+        "n = int(x.shape[1])\nreturn x * float(mask.sum()) / n", "data-value", "warning", 2, "float(mask.sum())",
+    ),
+    "a size that is the example's by chance": (
+        "return x * 2 if x.shape[1] == 5 else x", "frozen-dimension", "error", 1, "x.shape[1] == 5",
+    ),
     "a number read from a tensor": ("return x * mask.sum().item()", "data-value", "warning", 1, "mask.sum().item()"),
     "indexing with a mask": ("return self.linear(x[mask.bool()])", "data-shape", "warning", 1, "x[mask.bool()]"),
     "the places that are not 0": ("return mask.nonzero() * 1.0", "data-shape", "warning", 1, "mask.nonzero()"),
@@ -162,6 +170,23 @@ def test_linting_leaves_the_module_as_it_was(write: Write) -> None:
     assert {attribute.line, buffer.line} == {_FORWARD_LINE + 1, _FORWARD_LINE + 2}
     assert not hasattr(module, "calls")
     assert bool((dict(module.named_buffers())["table"] == 1).all())
+
+
+def test_a_loaded_module_is_linted_like_any_other(write: Write, tmp_path: Path) -> None:
+    write("self.grown = torch.arange(x.shape[1])\nreturn (x + self.grown[:, None]) / int(x.shape[0])")
+    model = load(f"{tmp_path / 'users.py'}:Model", inputs=_INPUTS)
+    frozen, state = lint(model)
+    assert (frozen.kind, frozen.line) == ("frozen-dimension", _FORWARD_LINE + 2)
+    assert (state.kind, state.line) == ("state", _FORWARD_LINE + 1)
+    assert frozen.message.startswith("in Model: ") and "forward changes grown" in state.message
+
+
+def test_a_module_that_raises_on_an_empty_row_is_an_error_with_its_line(write: Write, tmp_path: Path) -> None:
+    module = write("if (mask.sum(1) == 0).any():\n    raise ValueError('nothing to attend to')\nreturn x")
+    with pytest.raises(
+        LoadError, match=rf"users\.py:{_FORWARD_LINE + 2}: forward raised ValueError: nothing to attend"
+    ):
+        _lint(module)
 
 
 def test_a_part_that_stays_in_train_mode_is_named(write: Write, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
     ),
     "shape-branch": (
         "warning",
-        "`{code}` is decided once, at {detail}, and the graph keeps that side for every size",
+        "`{code}` asks for the dimension {detail} once, while exporting, and the graph keeps the answer for every size",
         "compute it without a branch, or declare a bound within which one side always holds",
     ),
     "data-branch": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,17 +78,23 @@ class _AskedSizes(ShapeEnv):
     ) -> sympy.Basic:
         dims = tuple(sorted({self.names[symbol] for symbol in orig_expr.free_symbols if symbol in self.names}))
         place = place_here(self.paths) if dims else None
-        number = isinstance(orig_expr, sympy.Expr)
+        decides = place is None or (place.through == "user" and not isinstance(orig_expr, sympy.Expr))
         known = len(self.guards)
-        arguments = (orig_expr, hint, fx_node, size_oblivious, fallback_value)
-        if place is not None and (number or place.through != "user"):
-            with self.suppress_guards():
-                answer = super().evaluate_expr(*arguments, forcing_spec=forcing_spec)
-        else:
-            answer = super().evaluate_expr(*arguments, forcing_spec=forcing_spec)
+        with nullcontext() if decides else self.suppress_guards():
+            answer = super().evaluate_expr(
+                orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
+            )
+        number = _is_number(orig_expr, answer)
         if place is not None and (number or len(self.guards) > known):
             self.questions.append(Question(place, dims, number))
         return answer
+
+
+def _is_number(asked: sympy.Basic, answer: sympy.Basic) -> bool:
+    """Whether the answer holds for one size only: the size itself, or a yes to its being a number."""
+    if isinstance(asked, sympy.Expr):
+        return True
+    return isinstance(asked, sympy.Eq) and bool(answer) and any(side.is_number for side in asked.args)
 
 
 def trace(model: EagerModel) -> Trace:

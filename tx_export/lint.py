@@ -21,6 +21,8 @@ from tx_export._module_inputs import example, sizes_of
 from tx_export._module_state import Slot, changes, dotted, state_of
 from tx_export._slow_path import slow_path
 from tx_export._torch_state import isolated
+from tx_export._user_code import foreign
+from tx_export.errors import LoadError
 from tx_export.spec import EagerModel
 
 __all__ = ["Finding", "lint"]
@@ -36,7 +38,7 @@ def lint(model: EagerModel) -> tuple[Finding, ...]:
     traced = trace(model)
     found = [
         *_training(model.module),
-        *_sizes(traced, model),
+        *_sizes(traced),
         *_values(traced, notes),
         *_state(_users(module), slots),
         *(finding(kind, place) for kind in ("complex", "large-fill") for place in notes.of(kind)),
@@ -51,7 +53,7 @@ def _users(module: nn.Module) -> nn.Module:
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
-    with isolated(seed), torch.no_grad(), slow_path():
+    with foreign("forward", LoadError), isolated(seed), torch.no_grad(), slow_path():
         return [value for value in tree_leaves(module(*inputs)) if isinstance(value, Tensor)]
 
 
@@ -64,16 +66,15 @@ def _training(module: nn.Module) -> Iterator[Finding]:
             yield finding("train-mode", place)
 
 
-def _sizes(traced: Trace, model: EagerModel) -> Iterator[Finding]:
+def _sizes(traced: Trace) -> Iterator[Finding]:
     """Numbers that Python makes of a dimension, and branches of the user's that divide its declared range."""
-    small, _ = sizes_of(model.inputs)
     for question in traced.questions:
-        if question.number:
-            yield finding("frozen-dimension", question.place, " and ".join(map(repr, question.dims)))
-        elif question.place.through == "user":
-            yield finding(
-                "shape-branch", question.place, ", ".join(f"{name} = {small[name]}" for name in question.dims)
-            )
+        dims = " and ".join(map(repr, question.dims))
+        # Where this way of tracing stops, torch.export takes its other one, which reads Python and keeps such numbers.
+        if question.number and traced.failure is None:
+            yield finding("frozen-dimension", question.place, dims)
+        elif not question.number and question.place.through == "user":
+            yield finding("shape-branch", question.place, dims)
 
 
 def _values(traced: Trace, notes: Notes) -> Iterator[Finding]:
