@@ -248,9 +248,17 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
+@torch.library.custom_op("mine::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+
+
 class Inner(nn.Module):
     def forward(self, x):
-        return Doubled.apply(x)
+        return CALL(x)
 
 
 class Outer(nn.Module):
@@ -263,15 +271,24 @@ class Outer(nn.Module):
 """
 
 
-def test_b261_an_operation_that_can_not_be_exported_is_named_with_the_user_s_file_and_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("call", "line", "operation"),
+    [
+        ("Doubled.apply", "return torch.from_numpy", "numpy"),
+        ("doubled", "return doubled(x)", "has no ONNX operators"),
+    ],
+)
+def test_b261_an_operation_that_can_not_be_exported_is_named_with_module_file_and_line(
+    call: str, line: str, operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The long text of the exporter stands behind --debug, by the design, not in a file."""
-    (tmp_path / "foreign.py").write_text(_FOREIGN)
-    line = 1 + _FOREIGN[: _FOREIGN.index("        return torch.from_numpy")].count("\n")
-    given = [f"{tmp_path / 'foreign.py'}:Outer", "--input", "x:float32[rows,4]", "-o", str(tmp_path / "artifact")]
+    text = _FOREIGN.replace("CALL", call).replace("mine::", f"mine_{call[:3]}::")
+    file = tmp_path / "foreign.py"
+    file.write_text(text)
+    number = 1 + text[: text.index(line)].count("\n")
+    given = [f"{file}:Outer", "--input", "x:float32[rows,4]", "-o", str(tmp_path / "artifact")]
     code, error = _built(given, capsys)
     assert code == 1 and error.startswith("error: ")
-    assert f"foreign.py:{line}" in error or f"foreign.py, line {line}" in error
-    assert "Doubled" in error or "numpy" in error
+    assert f"{file}:{number}: in inner: " in error
+    assert operation in error
+    assert Path(error.rpartition("the exporter's own words: ")[2].rstrip(")")).stat().st_size > 1000
     assert not (tmp_path / "artifact").exists()
