@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,35 @@ def test_a_pass_that_plants_a_fault_is_named_with_output_case_position_and_modul
         build(BuildOptions(source=str(checkpoint), passes=passes, output=tmp_path / "out"))
     assert caught.value.exit_code == 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pass_whose_graph_does_not_load_is_named_without_a_temporary_path_or_logs(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = '        attention[0].op_type = "NoSuchOperator"'
+    (tmp_path / "broken.py").write_text(_PASS.format(body=body), encoding="utf-8")
+    message = r"^broken: model\.onnx: onnxruntime can't load it with provider cpu: .*NoSuchOperator"
+    with pytest.raises(ArtifactError, match=message) as caught:
+        build(BuildOptions(source=str(checkpoint), passes=f"{tmp_path}/broken.py:Planted", output=tmp_path / "out"))
+    assert tempfile.gettempdir() not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pass_whose_graph_fails_when_it_runs_is_named_and_nothing_is_logged(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        shape = add_initializer(graph, "flat", np.array([1, -1, 16]))
+        (flat,) = add_node(attention[1], "Reshape", [attention[1].inputs[2], shape])
+        attention[1].replace_input_with(2, flat)
+"""
+    (tmp_path / "failing.py").write_text(_PASS.format(body=body), encoding="utf-8")
+    message = r"^failing: fails in case .*; the first module that is not computed is encoder\.layers\.1\.attention"
+    with pytest.raises(BudgetError, match=message):
+        build(BuildOptions(source=str(checkpoint), passes=f"{tmp_path}/failing.py:Planted", output=tmp_path / "out"))
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("quick")

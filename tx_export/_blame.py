@@ -59,13 +59,15 @@ def _told(eager: Trace, graph: ir.Model, case: Case, allowed: Budget | None) -> 
     if spoilt := [moment.origin for moment in eager.moments if np.isnan(moment.array).any()]:
         where = "" if spoilt[0].returned else "the forward of "
         return f"eager itself is not finite there, first in {where}{eager.label(spoilt[0].owner, spoilt[0].call)}"
-    fault = _Search(eager, graph, case, allowed).fault()
+    search = _Search(eager, graph, case, allowed)
+    fault = search.fault()
     if fault is None:
         return None
     gone = [moment.origin.owner for moment in fault.gone]
     blamed = eager.common([fault.moment.origin.owner, *gone])
     call = fault.moment.origin.call if blamed == fault.moment.origin.owner else None
-    clause = f"the first module that differs is {eager.label(blamed, call)}"
+    how = "differs" if all(name in search.arrays for name in eager.outputs) else "is not computed"
+    clause = f"the first module that {how} is {eager.label(blamed, call)}"
     if not gone and not (fault.moment.origin.returned and eager.is_leaf(blamed)):
         clause += f", in its own forward{_behind(eager, fault.behind, blamed)}"
     return clause + _amount(fault.difference, allowed)

@@ -17,14 +17,14 @@ from tx_export import plugins, runtime
 from tx_export._manifest import describe, report, samples
 from tx_export._sources import source_of
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
-from tx_export.errors import BudgetError, ExportError, LoadError, PluginError
+from tx_export.errors import ArtifactError, BudgetError, ExportError, LoadError, PluginError
 from tx_export.export import Target, export
 from tx_export.lint import Finding, lint
 from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
 from tx_export.spec import EagerModel
-from tx_export.verify import LONGEST, Judge, Split, Step, default_lines, read_rows, split_lines, text_feeds
+from tx_export.verify import LONGEST, Judge, Runner, Split, Step, default_lines, read_rows, split_lines, text_feeds
 from tx_export.verify import compare as compare_steps
 
 __all__ = ["BuildOptions", "build", "compare", "source_of"]
@@ -178,12 +178,19 @@ def _run_passes(
         progress(f"{item.name()}: {outcome.coverage.done} of {outcome.coverage.of}; verify")
         if item.budget is not None:
             caused = Budget.parse(item.budget)
-        judge.check(Step(item.name(), context.open(graph), caused, graph=graph))
+        judge.check(Step(item.name(), _opened(item.name(), graph, context), caused, graph=graph))
 
     progress("verify")
-    judge.check(Step("export", context.open(graph), graph=graph))
+    judge.check(Step("export", _opened("export", graph, context), graph=graph))
     pipeline.run_graph(graph, context, asked, after)
     return changed
+
+
+def _opened(step: str, graph: ir.Model, context: Context) -> Runner:
+    try:
+        return context.open(graph)
+    except ArtifactError as error:
+        raise ArtifactError(f"{step}: {error}") from error
 
 
 def _write(
@@ -220,16 +227,13 @@ def compare(artifact: Path, source: str | None) -> dict[str, Any]:
     manifest = runtime.read_manifest(artifact)
     model = source_of(manifest, source)
     opened = runtime.Model(artifact)
-    budget = _budget_of(manifest["verification"]["passes"][-1])
+    record = manifest["verification"]["passes"][-1]
+    budget = Budget.parse(record["budget"]) if record["kind"] == "drift" else None
     found = compare_steps(model, [Step("artifact", opened.run_arrays, budget, graph=ir.load(artifact / "model.onnx"))])
     if found.failure is None:
         return found.to_json()
     changed = f"model.onnx is not what its own recipe makes; {found.failure}"
     return found.to_json() | {"reason": _first_failure(manifest, model) or changed}
-
-
-def _budget_of(record: Mapping[str, Any]) -> Budget | None:
-    return Budget.parse(record["budget"]) if record["kind"] == "drift" else None
 
 
 def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None:
