@@ -68,6 +68,7 @@ def test_a_mixture_of_names_goes_by_position_with_a_notice(tmp_path: Path, caplo
         (_LONG, "attention_mask ids", "neither the names nor the number fits"),
         (_LONG, "a b c d e f", "neither the names nor the number fits"),
         ("x, *, scale", "x", "scale is missing"),
+        ("*arrays, scale=None", "x scale", "neither the names nor the number fits"),
         ("x: 'torch.Tensor'", "x y", "neither the names nor the number fits"),
     ],
 )

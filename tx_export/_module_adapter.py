@@ -36,7 +36,7 @@ class Call:
 
     @classmethod
     def of(cls, reference: str, module: nn.Module, inputs: Sequence[str], widened: bool) -> Call:
-        """By position where that is the order, else by name, else by position; LoadError shows the signature."""
+        """By position where no name stands in the way, else by name; LoadError shows the signature."""
         try:
             signature = inspect.signature(module.forward)
         except (TypeError, ValueError):  # forward is no Python function
@@ -78,21 +78,16 @@ def _keywords(reference: str, signature: inspect.Signature, inputs: tuple[str, .
     parameters = signature.parameters.values()
     positional = [item.name for item in parameters if item.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)]
     named = {item.name for item in parameters if item.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)}
-    all_known = named >= {*inputs}
-    by_position, by_name = _fits(signature, inputs, ()), _fits(signature, (), inputs)
-    if by_position and tuple(positional[: len(inputs)]) == inputs:
-        return ()
-    if by_name and all_known:
-        return inputs
-    misplaced = any(name in inputs and inputs.index(name) != place for place, name in enumerate(positional))
-    if by_position and not misplaced:
-        if strangers := sorted({*inputs} - named) if named & {*inputs} else []:
+    misplaced = any(name in named and name not in positional[index : index + 1] for index, name in enumerate(inputs))
+    strangers = sorted({*inputs} - named)
+    if _fits(signature, inputs, ()) and not misplaced:
+        if strangers and named & {*inputs}:
             _log.warning("%s: forward has no %s: inputs go by position", reference, ", ".join(strangers))
         return ()
-    if by_name:  # through **kwargs
+    if _fits(signature, (), inputs):
         return inputs
     needed = [item.name for item in parameters if item.default is item.empty and item.name in named - {*inputs}]
-    reason = f"{', '.join(needed)} is missing" if all_known else "neither the names nor the number fits"
+    reason = f"{', '.join(needed)} is missing" if not strangers else "neither the names nor the number fits"
     raise LoadError(f"{reference}: the inputs {', '.join(inputs)} don't fit forward{_short(signature)}: {reason}")
 
 
