@@ -17,6 +17,7 @@ import tx_export
 from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
 from tx_export.models.parts.attention import Attention
+from tx_export.optimize._attention_candidates import candidates
 from tx_export.passes import Coverage, Left, Pipeline
 from tx_export.spec import EagerModel, TensorSpec
 from tx_export.verify import eager_runner, grid
@@ -55,8 +56,8 @@ def describe(
         "inputs": [_tensor(spec) for spec in model.inputs],
         "outputs": [_tensor(spec) for spec in model.outputs],
         "text": None if model.text is None else _text(model),
-        "heads_per_layer": [layer.num_heads for layer in _attention_layers(model.module)],
-        "fused": _fused(graph, model.module).to_json(),
+        "heads_per_layer": _heads(graph, model.module),
+        "fused": _fused(graph, changed).to_json(),
         "quantized": changed.get("quantized", nothing).to_json(),
         "pruned": changed.get("pruned", nothing).to_json(),
         "session": {provider.__class__.__module__.rpartition(".")[2]: provider.session()},
@@ -114,11 +115,21 @@ def _attention_layers(module: nn.Module) -> list[Attention]:
     return [layer for _, layer in every if isinstance(layer, Attention)]
 
 
-def _fused(graph: ir.Model, module: nn.Module) -> Coverage:
+def _heads(graph: ir.Model, module: nn.Module) -> list[int]:
+    """Of each layer; from our modules where attention is written with plain operators."""
+    nodes = [node for node in graph.graph.all_nodes() if node.op_type in _ATTENTION]
+    counted = [node.attributes.get_int("num_heads", node.attributes.get_int("q_num_heads", 0)) for node in nodes]
+    return counted or [layer.num_heads for layer in _attention_layers(module)]
+
+
+def _fused(graph: ir.Model, changed: Mapping[str, Coverage]) -> Coverage:
+    """One operator for each attention; those written with plain operators are left."""
     done = sum(node.op_type in _ATTENTION for node in graph.graph.all_nodes())
-    layers = len(_attention_layers(module)) or done
-    left = tuple(Left(f"layer {i}", "written with plain operators") for i in range(layers if done == 0 else 0))
-    return Coverage(done, layers, left)
+    told = changed.get("fuse_attention", Coverage(0, 0)).left
+    reasons = {item.name: item.reason for item in told}
+    names = [softmax.outputs[0].name or softmax.op_type for softmax in candidates(graph.graph)]
+    left = tuple(Left(name, reasons.get(name, "written with plain operators")) for name in names)
+    return Coverage(done, done + len(left), left)
 
 
 def samples(model: EagerModel, path: Path, runner: Runner | None) -> dict[str, float]:

@@ -6,6 +6,7 @@ and decoders call, are met by name: nothing has to be found again in the graph. 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,8 @@ from tx_export.models.parts.attention import Ops
 
 __all__ = ["torch_attention"]
 
+_TORCH = functional.scaled_dot_product_attention
+
 
 @contextmanager
 def torch_attention(ops: Ops) -> Iterator[None]:
@@ -43,16 +46,15 @@ class _Emission(TorchFunctionMode):
     def __init__(self, ops: Ops) -> None:
         super().__init__()
         self._ops = ops
-        self._inside = False  # of a multi-head attention that is left to torch
         self._hidden = WeakIdKeyDictionary()  # float masks of zeros -> None, of zeros and -inf -> the bool mask
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
+        if func is _TORCH:
             return _dot_product(self._ops, *args, **given)
-        if func is functional.multi_head_attention_forward and not self._inside:
+        if func is functional.multi_head_attention_forward:
             return self._multi_head(*args, **given)
         result = func(*args, **given)
         if func is torch.zeros_like:
@@ -72,12 +74,12 @@ class _Emission(TorchFunctionMode):
             for name in ("key_padding_mask", "attn_mask"):
                 given[name] = self._as_bool(given[name])
             return _multi_head(self._ops, given)
-        self._inside = True
+        # Torch's own form, with the one call of attention in it emitted; inside of a mode's method the mode is off.
+        functional.scaled_dot_product_attention = functools.partial(_dot_product, self._ops)
         try:
-            with self:
-                found: tuple[Tensor, Tensor | None] = functional.multi_head_attention_forward(*args, **kwargs)
+            found: tuple[Tensor, Tensor | None] = functional.multi_head_attention_forward(*args, **kwargs)
         finally:
-            self._inside = False
+            functional.scaled_dot_product_attention = _TORCH
         return found
 
     def _as_bool(self, mask: Tensor | None) -> Tensor | None:
@@ -104,9 +106,7 @@ def _dot_product(
         return _dot_product(ops, query, key, value, attn_mask, dropout_p, is_causal, scale)[:, 0]
     sizes = (query.shape[1], key.shape[1], value.shape[1], query.shape[-1], value.shape[-1])
     if not all(isinstance(size, int) for size in sizes) or query.ndim != 4 or dropout_p or query.dtype != torch.float32:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     heads, lengths = query.shape[1], (query.shape[0], query.shape[2], key.shape[2])
     key, value = (_repeated(tensor, heads // tensor.shape[1]) for tensor in (key, value))
     mask = EVERYTHING if attn_mask is None else mask_of(attn_mask, *lengths)
@@ -125,7 +125,8 @@ def _multi_head(ops: Ops, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | No
     # The hint says what the mask holds, and torch takes its word.
     pairs = None if causal else given["attn_mask"]
     mask = padding_and_pairs(padding, pairs, heads, batch, length, keys)
-    if q is k and k is v and ops == "fused" and not given["use_separate_proj_weight"] and not weighted:
+    separate = given["use_separate_proj_weight"] or given["in_proj_bias"] is None
+    if q is k and k is v and ops == "fused" and not separate and not weighted:
         context, weights = _packed(q.transpose(0, 1), given, mask, causal), None
     else:
         q, k, v = (_projected(given, index) for index in range(3))
@@ -150,13 +151,10 @@ def _projected(given: Mapping[str, Any], index: int) -> Tensor:
 
 def _packed(x: Tensor, given: Mapping[str, Any], mask: Mask, causal: bool) -> Tensor:
     """Self-attention with its input projection, x [B, T, E]."""
-    weight, bias = given["in_proj_weight"], given["in_proj_bias"]
-    if bias is None:
-        bias = weight.new_zeros(weight.shape[0])
     keys = None if mask.keys is None else mask.keys.to(torch.int32)
     context = torch.onnx.ops.symbolic(
         "com.microsoft::Attention",
-        (x, weight.t(), bias, keys, None, mask.bias),
+        (x, given["in_proj_weight"].t(), given["in_proj_bias"], keys, None, mask.bias),
         {"num_heads": given["num_heads"], "unidirectional": int(causal)},
         dtype=x.dtype,
         shape=x.shape,
