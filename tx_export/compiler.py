@@ -214,8 +214,7 @@ def _write(
         folder / "model.onnx", model, provider, pipeline, judge.verification() | {"self_test": limits}, changed
     )
     packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
-    lines = ["# Python 3.11 or later", *packages]
-    (folder / "requirements.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "requirements.txt").write_text("\n".join(["# Python 3.11 or later", *packages, ""]), encoding="utf-8")
     seal(folder, manifest)
     (folder / "REPORT.md").write_text(report(manifest), encoding="utf-8")
     if options.provider == "cpu" and not runtime.self_test(runtime.Model(folder))["agrees"]:
