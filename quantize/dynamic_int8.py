@@ -91,16 +91,8 @@ class _Rewrite:
             return self.parted(node, weight)
         quantized, scale, zero = self.stored(weight_value, weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
-        inputs = [
-            x_int8,
-            quantized,
-            bias_value,
-            x_scale,
-            scale,
-            mask,
-            x_zero,
-            zero or add_initializer(self.graph, f"{weight_value.name}.zero", np.zeros_like(array_of(scale), np.int8)),
-        ]
+        # A zero point of zeros is left out: passes may make one of several, and then the session doesn't load.
+        inputs = [x_int8, quantized, bias_value, x_scale, scale, mask, x_zero, zero]
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
         replace(node.outputs[0], out)
         return None
