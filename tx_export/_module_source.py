@@ -109,7 +109,9 @@ def _prepared(reference: str, module: nn.Module) -> tuple[nn.Module, bool]:
     """In eval mode, on the CPU, in float32 where it was of half precision (and whether it was); refuse the rest."""
     for path, part in module.named_modules():
         for name, child in list(part.named_children()):
-            setattr(part, name, _unwrapped(f"{reference}: {path}.{name}".replace(": .", ": "), child))
+            bare = _unwrapped(f"{reference}: {path}.{name}".replace(": .", ": "), child)
+            if bare is not child:
+                setattr(part, name, bare)
     for path, part in module.named_modules():
         _refuse(f"{reference}: {path or 'it'}", part)
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
