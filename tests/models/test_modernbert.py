@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from torch import Tensor
 
+from tx_export import runtime
+from tx_export.compiler import BuildOptions, build
 from tx_export.errors import LoadError
 from tx_export.load import load
 from tx_export.metrics import fidelity_bound
 from tx_export.models.modernbert import ModernBert
-from tx_export.spec import EagerModel
+
+from .checkpoints import TASKS, assert_equal, feeds, ours, save_tokenizer, theirs
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -28,12 +35,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "num_labels": 3,
 }
-_ARCHITECTURES = {
-    "feature-extraction": transformers.ModernBertModel,
-    "text-classification": transformers.ModernBertForSequenceClassification,
-    "token-classification": transformers.ModernBertForTokenClassification,
-    "fill-mask": transformers.ModernBertForMaskedLM,
-}
+_TEXTS = ["ab", "the quick brown fox", "a b c d e f g h", "zz top!"]
 _MASKS = ("full", "right", "left", "holed")
 
 
@@ -41,7 +43,7 @@ def _saved(folder: Path, task: str, attention: str = "eager", **config: Any) -> 
     """A random Hugging Face model, saved; its weights are large, so that softmax and GELU are not linear."""
     torch.manual_seed(0)
     made = transformers.ModernBertConfig(**(_SIZES | {"attn_implementation": attention} | config))
-    model: Any = _ARCHITECTURES[task](made)
+    model: Any = getattr(transformers, f"ModernBert{TASKS[task]}")(made)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,53 +52,25 @@ def _saved(folder: Path, task: str, attention: str = "eager", **config: Any) -> 
     return model
 
 
-def _feeds(batch: int, tokens: int, kind: str) -> dict[str, Tensor]:
-    mask = torch.ones(batch, tokens, dtype=torch.int64)
-    for row in range(1, batch):
-        padding = min(row * 3, tokens - 1)
-        if kind == "right":
-            mask[row, tokens - padding :] = 0
-        if kind == "left":
-            mask[row, :padding] = 0
-        if kind == "holed":
-            mask[row, 1 : 1 + padding : 2] = 0
-    ids = torch.randint(1, 1000, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def _ours(model: EagerModel, feeds: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.module(*(feeds[spec.name] for spec in model.inputs))
-    return out
-
-
-def _theirs(model: Any, feeds: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(**feeds)[0]
-    return out
-
-
-def _assert_equal(ours: Tensor, theirs: Tensor, real: Tensor) -> None:
-    """fp32 fidelity at real positions; a text's logits are read at position 0, which must be real then."""
-    assert ours.shape == theirs.shape
-    assert ours.isfinite().all()
-    kept = real != 0 if ours.ndim == 3 else real[:, 0] != 0
-    ours, theirs = ours[kept], theirs[kept]
-    assert (ours - theirs).abs().max() <= fidelity_bound(float(theirs.abs().max()))
+def _assert_equal(found: Tensor, expected: Tensor, real: Tensor) -> None:
+    """Where position 0 is padding without a real token in reach, transformers' own attentions differ."""
+    if found.ndim == 2:
+        found, expected = found[real[:, 0] != 0], expected[real[:, 0] != 0]
+    assert_equal(found, expected, real)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("task", list(_ARCHITECTURES))
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_equals_transformers_at_every_shape_and_mask(task: str, attention: str, tmp_path: Path) -> None:
-    theirs = _saved(tmp_path, task, attention)
-    ours = load(str(tmp_path))
-    assert (ours.task, ours.family, ours.padding) == (task, "modernbert", "right")
+    reference = _saved(tmp_path, task, attention)
+    model = load(str(tmp_path))
+    assert (model.task, model.family, model.padding) == (task, "modernbert", "right")
     for batch, tokens in ((1, 1), (2, 2), (4, 17), (1, 64)):
         for kind in _MASKS:
-            feeds = _feeds(batch, tokens, kind)
-            out = _ours(ours, feeds)
-            _assert_equal(out, _theirs(theirs, feeds), feeds["attention_mask"])
-            assert tuple(out.shape) == ours.outputs[0].shape({"batch": batch, "tokens": tokens})
+            given = feeds(model, batch, tokens, kind)
+            out = ours(model, given)
+            _assert_equal(out, theirs(reference, given), given["attention_mask"])
+            assert tuple(out.shape) == model.outputs[0].shape({"batch": batch, "tokens": tokens})
 
 
 @pytest.mark.parametrize(
@@ -124,59 +98,78 @@ def test_every_task_equals_transformers_at_every_shape_and_mask(task: str, atten
     ids=str,
 )
 def test_a_config_key_that_changes_the_arithmetic_is_followed(task: str, config: Any, tmp_path: Path) -> None:
-    theirs = _saved(tmp_path, task, **config)
-    ours = load(str(tmp_path))
+    reference = _saved(tmp_path, task, **config)
+    model = load(str(tmp_path))
     for kind in ("full", "right"):
-        feeds = _feeds(4, 17, kind)
-        _assert_equal(_ours(ours, feeds), _theirs(theirs, feeds), feeds["attention_mask"])
+        given = feeds(model, 4, 17, kind)
+        _assert_equal(ours(model, given), theirs(reference, given), given["attention_mask"])
 
 
 def test_the_keys_of_older_checkpoints_mean_the_same(tmp_path: Path) -> None:
     thetas = {"full_attention": 50.0, "sliding_attention": 4.0}
     rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    theirs = _saved(tmp_path, "feature-extraction", global_attn_every_n_layers=2, rope_parameters=rope)
+    reference = _saved(tmp_path, "feature-extraction", global_attn_every_n_layers=2, rope_parameters=rope)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("layer_types", "rope_parameters"):
         del config[key]
     old = {"global_attn_every_n_layers": 2, "global_rope_theta": 50.0, "local_rope_theta": 4.0}
     unread = {"position_embedding_type": "absolute", "layer_norm_eps": 0.1, "reference_compile": True}
     (tmp_path / "config.json").write_text(json.dumps(config | old | unread))
-    feeds = _feeds(4, 17, "right")
-    _assert_equal(_ours(load(str(tmp_path)), feeds), _theirs(theirs, feeds), feeds["attention_mask"])
+    model = load(str(tmp_path))
+    given = feeds(model, 4, 17, "right")
+    _assert_equal(ours(model, given), theirs(reference, given), given["attention_mask"])
 
 
 def test_padding_without_a_real_token_in_its_window_is_finite_and_disturbs_nobody(tmp_path: Path) -> None:
     _saved(tmp_path, "feature-extraction")
-    ours = load(str(tmp_path))
-    feeds = _feeds(2, 40, "full")
-    feeds["attention_mask"][1, 9:] = 0  # 28 positions see no real token within 3
-    out = _ours(ours, feeds)
+    model = load(str(tmp_path))
+    given = feeds(model, 2, 40, "full")
+    given["attention_mask"][1, 9:] = 0  # 28 positions see no real token within 3
+    out = ours(model, given)
     assert out.isfinite().all()
-    alone = _ours(ours, {name: tensor[1:, :9] for name, tensor in feeds.items()})
+    alone = ours(model, {name: tensor[1:, :9] for name, tensor in given.items()})
     assert (out[1, :9] - alone[0]).abs().max() <= fidelity_bound(float(alone.abs().max()))
 
 
-@pytest.mark.parametrize("pooling", [("mean", "normalize"), ("cls",)], ids=str)
-def test_a_sentence_embedding_is_pooled_from_the_hidden_states(pooling: tuple[str, ...], tmp_path: Path) -> None:
-    theirs = _saved(tmp_path, "feature-extraction")
-    _write_sentence_files(tmp_path, pooling)
-    ours, feeds = load(str(tmp_path)), _feeds(4, 17, "right")
-    assert (ours.task, ours.outputs[0].name) == ("sentence-embedding", "embedding")
-    hidden, real = _theirs(theirs, feeds), feeds["attention_mask"][:, :, None]
-    expected = hidden[:, 0] if pooling == ("cls",) else (hidden * real).sum(dim=1) / real.sum(dim=1)
-    expected = torch.nn.functional.normalize(expected) if "normalize" in pooling else expected
-    _assert_equal(_ours(ours, feeds), expected, feeds["attention_mask"])
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sentence-transformers with a tokenizer and 2 layers, one full and one sliding."""
+    folder = tmp_path_factory.mktemp("modernbert")
+    _saved(folder / "encoder", "feature-extraction", num_hidden_layers=2, vocab_size=128)
+    save_tokenizer(folder / "encoder", 0)
+    pooling = Pooling(96, pooling_mode="mean")
+    SentenceTransformer(modules=[Transformer(str(folder / "encoder")), pooling, Normalize()], device="cpu").save(
+        str(folder / "st")
+    )
+    return folder / "st"
 
 
-def _write_sentence_files(folder: Path, pooling: tuple[str, ...]) -> None:
-    steps = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")][: 1 + len(pooling)]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(steps)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling[0]}))
+def test_an_int8_build_of_sentence_embeddings_is_verified_and_fused_in_every_layer(
+    sentences: Path, tmp_path: Path
+) -> None:
+    """`build` itself compares each step with eager: exact steps within fp32's bound, int8 within its budget."""
+    reference = SentenceTransformer(str(sentences), device="cpu")
+    model, given = load(str(sentences)), dict(reference.tokenizer(_TEXTS, padding=True, return_tensors="pt"))
+    expected = reference.encode(_TEXTS, convert_to_tensor=True, show_progress_bar=False)
+    assert_equal(ours(model, given), expected)
+    artifact = build(BuildOptions(source=str(sentences), quantize="dynamic_int8", output=tmp_path / "artifact"))
+    manifest = runtime.read_manifest(artifact)
+    operators = Counter(node.op_type for node in ir.load(artifact / "model.onnx").graph.all_nodes())
+    assert manifest["fused"] == {"done": 2, "of": 2, "left": []}
+    assert manifest["heads_per_layer"] == [4, 4]
+    assert manifest["quantized"] == {"done": 2 * 4 + 1, "of": 2 * 4 + 1, "left": []}  # and the table of words
+    assert manifest["min_onnxruntime"] == "1.22.0"  # a bias that all heads share
+    assert (operators["MultiHeadAttention"], operators["RotaryEmbedding"]) == (2, 4)
+    assert operators["MatMul"] == 1  # the mean over real tokens
+    assert not {"Shape", "Reshape", "Transpose", "Expand", "Softmax"} & set(operators)
+
+
+def test_a_standard_build_is_verified(tmp_path: Path) -> None:
+    _saved(tmp_path / "source", "token-classification", num_hidden_layers=2)
+    options = BuildOptions(source=str(tmp_path / "source"), quantize="none", ops="standard", output=tmp_path / "built")
+    manifest = runtime.read_manifest(build(options))
+    assert set(manifest["domains"]) == {"ai.onnx"}
+    assert len(manifest["fused"]["left"]) == 2
 
 
 @pytest.mark.parametrize(

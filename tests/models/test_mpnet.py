@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
+from tx_export import runtime
+from tx_export.compiler import BuildOptions, build
 from tx_export.errors import LoadError
 from tx_export.load import load
-from tx_export.metrics import fidelity_bound
 from tx_export.models.mpnet import Mpnet
-from tx_export.spec import EagerModel
+
+from .checkpoints import TASKS, assert_equal, feeds, ours, save_tokenizer, theirs
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -26,19 +31,14 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 202,  # 200 tokens: beyond the last bucket of distances, which begins at 115
     "num_labels": 3,
 }
-_ARCHITECTURES = {
-    "feature-extraction": transformers.MPNetModel,
-    "text-classification": transformers.MPNetForSequenceClassification,
-    "token-classification": transformers.MPNetForTokenClassification,
-    "fill-mask": transformers.MPNetForMaskedLM,
-}
+_TEXTS = ["ab", "the quick brown fox", "a b c d e f g h", "zz top!"]
 _MASKS = ("full", "right", "left", "holed")
 
 
 def _saved(folder: Path, task: str, **config: Any) -> Any:
     """A random Hugging Face model, saved; its weights are large, so that softmax, bias and GELU matter."""
     torch.manual_seed(0)
-    model: Any = _ARCHITECTURES[task](transformers.MPNetConfig(**(_SIZES | config)))
+    model: Any = getattr(transformers, f"MPNet{TASKS[task]}")(transformers.MPNetConfig(**(_SIZES | config)))
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -48,53 +48,17 @@ def _saved(folder: Path, task: str, **config: Any) -> Any:
     return model
 
 
-def _feeds(batch: int, tokens: int, kind: str) -> dict[str, Tensor]:
-    """Padding has the pad id, 1, and nothing else has it: positions are counted from the ids."""
-    mask = torch.ones(batch, tokens, dtype=torch.int64)
-    for row in range(1, batch):
-        padding = min(row * 3, tokens - 1)
-        if kind == "right":
-            mask[row, tokens - padding :] = 0
-        if kind == "left":
-            mask[row, :padding] = 0
-        if kind == "holed":
-            mask[row, 1 : 1 + padding : 2] = 0
-    ids = torch.randint(2, 1000, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids.where(mask != 0, 1), "attention_mask": mask}
-
-
-def _ours(model: EagerModel, feeds: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.module(*(feeds[spec.name] for spec in model.inputs))
-    return out
-
-
-def _theirs(model: Any, feeds: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(**feeds)[0]
-    return out
-
-
-def _assert_equal(ours: Tensor, theirs: Tensor, real: Tensor) -> None:
-    """fp32 fidelity at real positions; nothing may be non-finite anywhere."""
-    assert ours.shape == theirs.shape
-    assert ours.isfinite().all()
-    if ours.ndim == 3:
-        ours, theirs = ours[real != 0], theirs[real != 0]
-    assert (ours - theirs).abs().max() <= fidelity_bound(float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize("task", list(_ARCHITECTURES))
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_equals_transformers_at_every_shape_and_mask(task: str, tmp_path: Path) -> None:
-    theirs = _saved(tmp_path, task)
-    ours = load(str(tmp_path))
-    assert (ours.task, ours.family, ours.padding, ours.pad_id) == (task, "mpnet", "right", 1)
+    reference = _saved(tmp_path, task)
+    model = load(str(tmp_path))
+    assert (model.task, model.family, model.padding, model.pad_id) == (task, "mpnet", "right", 1)
     for batch, tokens in ((1, 1), (2, 2), (4, 17), (1, 200)):
         for kind in _MASKS:
-            feeds = _feeds(batch, tokens, kind)
-            out = _ours(ours, feeds)
-            _assert_equal(out, _theirs(theirs, feeds), feeds["attention_mask"])
-            assert tuple(out.shape) == ours.outputs[0].shape({"batch": batch, "tokens": tokens})
+            given = feeds(model, batch, tokens, kind)
+            out = ours(model, given)
+            assert_equal(out, theirs(reference, given), given["attention_mask"])
+            assert tuple(out.shape) == model.outputs[0].shape({"batch": batch, "tokens": tokens})
 
 
 @pytest.mark.parametrize(
@@ -108,9 +72,50 @@ def test_every_task_equals_transformers_at_every_shape_and_mask(task: str, tmp_p
     ids=str,
 )
 def test_a_config_key_that_changes_the_arithmetic_is_followed(task: str, config: Any, tmp_path: Path) -> None:
-    theirs = _saved(tmp_path, task, **config)
-    feeds = _feeds(4, 17, "right")
-    _assert_equal(_ours(load(str(tmp_path)), feeds), _theirs(theirs, feeds), feeds["attention_mask"])
+    reference = _saved(tmp_path, task, **config)
+    model = load(str(tmp_path))
+    given = feeds(model, 4, 17, "right")
+    assert_equal(ours(model, given), theirs(reference, given), given["attention_mask"])
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sentence-transformers with a tokenizer."""
+    folder = tmp_path_factory.mktemp("mpnet")
+    _saved(folder / "encoder", "feature-extraction", vocab_size=128)
+    save_tokenizer(folder / "encoder", 1)
+    pooling = Pooling(96, pooling_mode="mean")
+    SentenceTransformer(modules=[Transformer(str(folder / "encoder")), pooling, Normalize()], device="cpu").save(
+        str(folder / "st")
+    )
+    return folder / "st"
+
+
+def test_an_int8_build_of_sentence_embeddings_is_verified_and_fused_in_every_layer(
+    sentences: Path, tmp_path: Path
+) -> None:
+    """`build` itself compares each step with eager: exact steps within fp32's bound, int8 within its budget."""
+    reference = SentenceTransformer(str(sentences), device="cpu")
+    model, given = load(str(sentences)), dict(reference.tokenizer(_TEXTS, padding=True, return_tensors="pt"))
+    expected = reference.encode(_TEXTS, convert_to_tensor=True, show_progress_bar=False)
+    assert_equal(ours(model, given), expected)
+    artifact = build(BuildOptions(source=str(sentences), quantize="dynamic_int8", output=tmp_path / "artifact"))
+    manifest = runtime.read_manifest(artifact)
+    operators = Counter(node.op_type for node in ir.load(artifact / "model.onnx").graph.all_nodes())
+    assert manifest["fused"] == {"done": 2, "of": 2, "left": []}
+    assert manifest["heads_per_layer"] == [4, 4]
+    assert manifest["quantized"]["done"] == 2 * 4 + 2  # and the tables of words and positions
+    assert operators["MultiHeadAttention"] == 2
+    assert (operators["MatMul"], operators["Transpose"]) == (1, 1)  # the mean over real tokens; the bias, once
+    assert not {"Shape", "Reshape", "Expand", "Softmax"} & set(operators)
+
+
+def test_a_standard_build_is_verified(tmp_path: Path) -> None:
+    _saved(tmp_path / "source", "token-classification", num_hidden_layers=1)
+    options = BuildOptions(source=str(tmp_path / "source"), quantize="none", ops="standard", output=tmp_path / "built")
+    manifest = runtime.read_manifest(build(options))
+    assert set(manifest["domains"]) == {"ai.onnx"}
+    assert len(manifest["fused"]["left"]) == 1
 
 
 def test_a_checkpoint_of_200_positions_takes_198_tokens() -> None:
