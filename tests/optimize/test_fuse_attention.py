@@ -31,6 +31,11 @@ _SCALED_OPERANDS = {
         "qs = Mul (q, scale) kt = Transpose <perm = [0, 1, 3, 2]> (k) ks = Mul (kt, two) d = MatMul (qs, ks) ",
         0,
     ),
+    "query, before its heads were split": (
+        "qs = Mul (x, scale) qr = Reshape (qs, split) qt = Transpose <perm = [0, 2, 1, 3]> (qr) "
+        "kt = Transpose <perm = [0, 1, 3, 2]> (k) d = MatMul (qt, kt) ",
+        0,
+    ),
     "by channel, which is no scale": (
         "qs = Mul (q, gains) kt = Transpose <perm = [0, 1, 3, 2]> (k) d = MatMul (qs, kt) ",
         1,
@@ -41,9 +46,9 @@ _SCALED_OPERANDS = {
 @pytest.mark.parametrize("operand", _SCALED_OPERANDS)
 def test_a_scale_of_query_and_key_goes_into_the_operator(operand: str) -> None:
     body, products = _SCALED_OPERANDS[operand]
-    before, after = both(
-        body + HIDDEN + "f = Where (hidden, low, d) " + CONTEXT, {"gains": np.linspace(-1, 1, 8, dtype=np.float32)}
-    )
+    constants = {"gains": np.linspace(-1, 1, 8, dtype=np.float32), "split": np.array([0, 0, 4, 8])}
+    body += HIDDEN + "f = Where (hidden, low, d) " + CONTEXT
+    before, after = both(body, constants, x="float[batch, tokens, 32]")
     assert [node.op_type for node in after.graph].count("Mul") == products
     assert_equal_everywhere(before, after)
 
@@ -103,6 +108,20 @@ _FLATS = {
         + CONTEXT,
         "float[rows, tokens, 6]",
         {name: f"float[rows, tokens, {size}]" for name, size in (("q", 8), ("k", 8), ("v", 6))},
+        "int64[rows, tokens]",
+    ),
+    "heads in the batch, with a bias of each": (
+        "kt = Transpose <perm = [0, 2, 1]> (k) s = MatMul (q, kt) d = Mul (s, scale) f = Add (d, far) " + CONTEXT,
+        "float[rows, tokens, 6]",
+        {name: f"float[rows, tokens, {size}]" for name, size in (("q", 8), ("k", 8), ("v", 6))}
+        | {"far": "float[rows, 1, tokens]"},
+        "int64[rows, tokens]",
+    ),
+    "heads in the batch, with a bias for all": (
+        "kt = Transpose <perm = [0, 2, 1]> (k) s = MatMul (q, kt) d = Mul (s, scale) f = Add (d, pairs) " + CONTEXT,
+        "float[rows, tokens, 6]",
+        {name: f"float[rows, tokens, {size}]" for name, size in (("q", 8), ("k", 8), ("v", 6))}
+        | {"pairs": "float[1, tokens, tokens]"},
         "int64[rows, tokens]",
     ),
     "one head": (

@@ -14,7 +14,7 @@ _CONSTANTS = {
     "mix": np.eye(4, dtype=np.float32)[::-1],
     "temperatures": np.ones((4, 1, 1), np.float32),
     "small": np.float32(-1e4),
-    "wide": np.ones((2, 1, 1, 1, 1), np.float32),
+    "minus": np.float32(-1),
 }
 _INPUTS = {
     "gates": "float[batch, 4, tokens, tokens]",
@@ -78,6 +78,10 @@ _REASONS = {
         "its mask puts something else than one number in",
     ),
     "a fill that hides nothing": (_FILL.replace("low", "two"), "its mask puts in 2, which hides nothing for sure"),
+    "a fill whose sign is turned": (
+        SCALED + HIDDEN + "g = Where (hidden, low, d) f = Mul (g, minus) " + CONTEXT,
+        "its mask puts in 1e+09, which hides nothing for sure",
+    ),
     "a small fill beside another mask": (
         SCALED + HIDDEN + "g = Where (hidden, small, d) b = Where (hidden, low, zero) f = Add (g, b) " + CONTEXT,
         "its masks put in -10000 beside other masks",

@@ -43,6 +43,16 @@ def test_an_added_fill_stays_the_number_that_is_added(form: str, fill: float) ->
     assert_equal_everywhere(before, after)
 
 
+def test_a_mask_may_be_made_of_integers() -> None:
+    hiding = "i = Sub (whole, m4) j = Mul (i, thousands) b = Cast <to = 1> (j) "
+    before, after = both(
+        SCALED + HIDDEN + hiding + "f = Add (d, b) " + CONTEXT,
+        {"whole": np.array(1), "thousands": np.array(-10000)},
+    )
+    assert given(attention_nodes(after)[0]) == {"keys"}
+    assert_equal_everywhere(before, after)
+
+
 def test_a_mask_that_may_hold_more_than_0_and_1_becomes_a_bias() -> None:
     body = (SCALED + HIDDEN + _ADDED + "f = Add (d, b) " + CONTEXT).replace("(mask,", "(kinds,")
     before, after = both(body, {"low": np.float32(-3)}, kinds="int64[batch, tokens]")
@@ -86,7 +96,14 @@ _BIASES = {
     "padding, then a relative bias": HIDDEN + "g = Where (hidden, low, d) f = Add (g, relative) ",
     "a slope for each head and key": "slope = Mul (heads, far) f = Add (d, slope) ",
     "a bias of each query": "f = Add (d, query_bias) ",
+    "a bias of each key": "f = Add (d, key_bias) ",
     "a bias of scores as given": "f = Add (d, pairs) ",
+    "scores of positions, a product as well": "p = MatMul (q, positions) f = Add (d, p) ",
+    "the logarithm of a mask": HIDDEN + "c = Cast <to = 1> (m4) b = Log (c) f = Add (d, b) ",
+    "the logarithm of a mask, then padding": (
+        HIDDEN + "c = Cast <to = 1> (m4) b = Log (c) g = Add (d, b) f = Where (hidden, low, g) "
+    ),
+    "hidden queries": "m5 = Unsqueeze (mask, outer) none5 = Equal (m5, none) f = Where (none5, low, d) ",
 }
 
 
@@ -95,10 +112,12 @@ def test_every_other_mask_becomes_a_bias(bias: str) -> None:
     heads = np.linspace(0.1, 2, 4, dtype=np.float32).reshape(4, 1, 1)
     before, after = both(
         SCALED + _BIASES[bias] + CONTEXT,
-        {"heads": heads},
+        {"heads": heads, "outer": np.array([1, 3])},
         relative="float[1, 4, tokens, tokens]",
         far="float[batch, 1, 1, tokens]",
         query_bias="float[tokens, 1]",
+        key_bias="float[tokens]",
+        positions="float[batch, 4, 8, tokens]",
         pairs="float[tokens, tokens]",
     )
     assert given(attention_nodes(after)[0]) == {"bias"}
