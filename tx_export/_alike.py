@@ -71,17 +71,16 @@ def _nearest(moment: Moment, array: Array) -> Array:
     """The value in the shape of the tensor, its axes in the order that comes nearest."""
     real, expected = moment.real, moment.array
     return max(
-        (form.reshape(expected.shape) for form in _layouts(array)),
+        (form.reshape(expected.shape) for form in _layouts(array, expected.shape)),
         key=lambda form: _decibels(expected[real], form[real]),
     )
 
 
-def _layouts(array: Array) -> Iterator[Array]:
-    """As it is, and with two neighbouring axes swapped: tokens and batch, or tokens and heads or channels."""
+def _layouts(array: Array, shape: tuple[int, ...]) -> Iterator[Array]:
+    """As it is, and of another shape with two neighbouring axes swapped: tokens with batch, heads or channels."""
     yield array
-    for axis in range(min(array.ndim - 1, 3)):
-        if array.shape[axis] > 1 and array.shape[axis + 1] > 1:
-            yield array.swapaxes(axis, axis + 1)
+    for axis in range(0 if array.shape == shape else min(array.ndim - 1, 3)):
+        yield array.swapaxes(axis, axis + 1)
 
 
 def _decibels(expected: Array, actual: Array) -> float:

@@ -56,9 +56,9 @@ class _Fault:
 
 
 def _told(eager: Trace, graph: ir.Model, case: Case, allowed: Budget | None) -> str | None:
-    if spoilt := [moment.origin for moment in eager.moments if np.isnan(moment.array).any()]:
-        where = "" if spoilt[0].returned else "the forward of "
-        return f"eager itself is not finite there, first in {where}{eager.label(spoilt[0].owner, spoilt[0].call)}"
+    if (spoilt := eager.spoilt()) is not None:
+        where = "" if spoilt.returned else "the forward of "
+        return f"eager itself is not finite there, first in {where}{eager.label(spoilt.owner, spoilt.call)}"
     search = _Search(eager, graph, case, allowed)
     fault = search.fault()
     if fault is None:
@@ -157,9 +157,8 @@ class _Search:
     def _is_unbiased(self, value: ir.Value, array: Array, moment: Moment) -> bool:
         """Whether a value lacks only the bias of a product, which the operator behind it adds."""
         assert moment.origin.bias is not None
-        if moment.origin.bias.shape != moment.array.shape[-1:] or any(
-            use.node.op_type == "Add" for use in value.uses()
-        ):
+        added = any(use.node.op_type == "Add" for use in value.uses())
+        if added or moment.origin.bias.shape != moment.array.shape[-1:]:
             return False
         unbiased = dataclasses.replace(moment, array=moment.array - moment.origin.bias)
         return agreement(unbiased, array, self.allowed) is not None
@@ -219,7 +218,7 @@ class _Search:
 
 
 def _values(graph: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Every float value of a run, in order; where the run fails, those before the first that can't be computed."""
+    """Every float value of a run, and the outputs; where it fails, those before the first that can't be computed."""
     names = [value.name for node in graph.graph for value in node.outputs if value.name]
     found: dict[str, Array] = {}
     low, tried, high = 0, len(names), len(names)
@@ -229,7 +228,11 @@ def _values(graph: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
         except Exception:  # of ONNX Runtime
             high = tried - 1
         tried = (low + high + 1) // 2
-    return {name: array for name, array in {**feeds, **found}.items() if array.dtype.kind == "f" and array.size}
+    outputs = [value.name for value in graph.graph.outputs]
+    arrays = {
+        name: array.astype(np.float32) if name in outputs else array for name, array in {**feeds, **found}.items()
+    }
+    return {name: array for name, array in arrays.items() if array.dtype.kind == "f" and array.size}
 
 
 def _run(graph: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:

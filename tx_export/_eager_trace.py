@@ -66,6 +66,12 @@ class Trace:
             shared.pop()
         return ".".join(shared)
 
+    def spoilt(self) -> Origin | None:
+        """Where a value first was not a number, or infinite, if that shows in the outputs."""
+        found = [moment.array for moment in self.outputs.values() if not np.isfinite(moment.array).all()]
+        is_bad = np.isnan if any(np.isnan(array).any() for array in found) else np.isinf
+        return next((moment.origin for moment in self.moments if found and is_bad(moment.array).any()), None)
+
     def is_leaf(self, path: str) -> bool:
         return bool(path) and not any(other.startswith(f"{path}.") for other in self.calls)
 
@@ -92,7 +98,8 @@ def trace(model: EagerModel, module: nn.Module, case: Case) -> Trace:
             handle.remove()
     whole = Origin("", 1, returned=True)
     recorder.see(outputs, whole)
-    recorder.trace.outputs = {name: recorder.moment(array, whole) for name, array in outputs.items()}
+    for name, array in outputs.items():
+        recorder.trace.outputs[name] = recorder.moment(array.astype(np.float32), whole)
     return recorder.trace
 
 

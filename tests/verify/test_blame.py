@@ -58,7 +58,8 @@ class Stack(nn.Module):
         x = self.table(ids).transpose(0, 1)
         for step in range(3):
             x = self.block(x, step)
-        return {"scores": self.head(x.transpose(0, 1))}
+        scores = self.head(x.transpose(0, 1))
+        return {"scores": scores, "best": scores.argmax(-1)}
 
     def tx_inputs(self):
         return ["ids:int64[batch,tokens<=24]"]
@@ -225,19 +226,25 @@ def test_where_a_run_fails_the_first_module_without_a_value_is_blamed(classifier
     assert "; the first module that is not computed is encoder.layers.1.attention.query (Linear)" in message
 
 
-class _Weighted(nn.Module):
+class _Masked(nn.Module):
     def forward(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        """Softmax with hidden scores of -inf [B, T]: NaN where nothing is visible."""
-        return scores.masked_fill(attention_mask == 0, -torch.inf).softmax(dim=-1)
+        """Hidden scores [B, T] become -inf."""
+        return scores.masked_fill(attention_mask == 0, -torch.inf)
+
+
+class _Weighted(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
+        """NaN where nothing is visible."""
+        return scores.softmax(dim=-1)
 
 
 class _Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weighted = _Weighted()
+        self.masked, self.weighted = _Masked(), _Weighted()
 
     def forward(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        out: Tensor = self.weighted(scores, attention_mask) * 2
+        out: Tensor = self.weighted(self.masked(scores, attention_mask)) * 2
         return out
 
 
