@@ -212,5 +212,6 @@ def _per_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    rounded: np.ndarray = np.clip(np.rint(values), -127, 127).astype(np.int8)
-    return rounded
+    """int8 of an array that nobody else needs: it is rounded in place, as tables can have gigabytes."""
+    np.clip(np.rint(values, out=values), -127, 127, out=values)
+    return values.astype(np.int8)

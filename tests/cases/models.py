@@ -15,7 +15,7 @@ from tx_export.compiler import BuildOptions, build
 from tx_export.models.classifier import Classifier
 from tx_export.testing import tiny_tokenizer
 
-__all__ = ["CLS", "CLS_SETTINGS", "build_from", "hf_config", "save_cls", "save_hf"]
+__all__ = ["CLS", "CLS_SETTINGS", "build_from", "build_user", "hf_config", "save_cls", "save_hf", "user"]
 
 Architecture = Literal["BertModel", "BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"]
 
@@ -89,7 +89,17 @@ def save_hf(folder: Path, architecture: Architecture = "BertForSequenceClassific
     return folder
 
 
-def build_from(source: Path, output: Path, quantize: str = "none", **changes: Any) -> Path:
+def build_from(source: Path, output: Path, quantize: str | None = "none", **changes: Any) -> Path:
     """Build from a weight file of `save_cls` or a folder of `save_hf`; `changes` are further options of the build."""
     chosen = {"source": "classifier", "weights": str(source)} if source.is_file() else {"source": str(source)}
     return build(BuildOptions(**chosen, quantize=quantize, output=output, **changes))  # type: ignore[arg-type]
+
+
+def user(name: str) -> str:
+    """The source that is a module of `user_modules.py`."""
+    return f"{Path(__file__).with_name('user_modules.py')}:{name}"
+
+
+def build_user(name: str, output: Path, quantize: str = "none") -> Path:
+    """Build a module of `user_modules.py`."""
+    return build(BuildOptions(source=user(name), quantize=quantize, output=output))
