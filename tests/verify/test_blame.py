@@ -72,6 +72,12 @@ def classifier() -> EagerModel:
 
 
 @pytest.fixture(scope="module")
+def judge(classifier: EagerModel) -> Judge:
+    """For exact checks only: lossy ones widen what later ones may cause."""
+    return Judge(classifier, LINES)
+
+
+@pytest.fixture(scope="module")
 def exported(classifier: EagerModel) -> bytes:
     graph: bytes = ir.to_proto(export(classifier, Target.parse(None, "fused"))).SerializeToString()
     return graph
@@ -91,7 +97,7 @@ def wrong_stack(stack: EagerModel) -> bytes:
 
 
 def refusal(
-    model: EagerModel, exported: bytes, passes: str, fault: Fault = lambda graph: None, budget: Budget | None = None
+    judge: Judge, exported: bytes, passes: str, fault: Fault = lambda graph: None, budget: Budget | None = None
 ) -> str:
     """What a judge says of a graph behind some passes, with a fault planted there."""
     import onnx
@@ -101,7 +107,7 @@ def refusal(
         plugins.find("pass", name)()(graph)
     fault(graph)
     with pytest.raises(BudgetError) as caught:
-        Judge(model, LINES).check(Step("planted", open_graph(graph, _SETTINGS), budget, graph=graph))
+        judge.check(Step("planted", open_graph(graph, _SETTINGS), budget, graph=graph))
     message = str(caught.value)
     assert message.startswith("planted: ")
     assert "\n" not in message
@@ -160,9 +166,9 @@ _ATTENTION = "encoder.layers.1.attention (MultiHeadAttention)"
     ids=["scaled table", "turned norm", "bias inside a fused operator", "scrambled weight", "nan", "head"],
 )
 def test_the_module_whose_weight_changed_is_blamed(
-    classifier: EagerModel, exported: bytes, passes: str, fault: Fault, blamed: str
+    judge: Judge, exported: bytes, passes: str, fault: Fault, blamed: str
 ) -> None:
-    assert f"; the first module that differs is {blamed}" in refusal(classifier, exported, passes, fault)
+    assert f"; the first module that differs is {blamed}" in refusal(judge, exported, passes, fault)
 
 
 @pytest.mark.parametrize(
@@ -180,15 +186,15 @@ def test_the_module_whose_weight_changed_is_blamed(
     ],
 )
 def test_what_was_fused_away_is_not_blamed_and_the_module_around_it_is(
-    classifier: EagerModel, exported: bytes, passes: str, fault: Fault, blamed: str
+    judge: Judge, exported: bytes, passes: str, fault: Fault, blamed: str
 ) -> None:
-    assert f"; the first module that differs is {blamed}" in refusal(classifier, exported, passes, fault)
+    assert f"; the first module that differs is {blamed}" in refusal(judge, exported, passes, fault)
 
 
 def test_the_first_product_in_int8_is_blamed_for_a_budget_that_none_can_meet(
     classifier: EagerModel, exported: bytes
 ) -> None:
-    message = refusal(classifier, exported, "fold_constants dynamic_int8", budget=Budget(sqnr_db=90))
+    message = refusal(Judge(classifier, LINES), exported, "fold_constants dynamic_int8", budget=Budget(sqnr_db=90))
     assert "; the first module that differs is encoder.layers.0.attention.query (Linear): sqnr_db" in message
     assert "is less than 90 there" in message
 
@@ -199,7 +205,7 @@ def test_a_fault_among_int8_products_is_told_from_their_own_error(classifier: Ea
         changed("encoder.layers.1.feed_forward.down.weight.scale", lambda a: a * 4)(graph)
 
     # Each int8 product has more than 30 dB here, and four times an output -9.5 dB against itself.
-    message = refusal(classifier, exported, _FUSED, plant, Budget(sqnr_db=20))
+    message = refusal(Judge(classifier, LINES), exported, _FUSED, plant, Budget(sqnr_db=20))
     assert "; the first module that differs is encoder.layers.1.feed_forward.down (Linear): sqnr_db" in message
 
 
@@ -207,12 +213,12 @@ def test_a_fault_among_int8_products_is_told_from_their_own_error(classifier: Ea
 def test_a_users_module_that_is_another_in_the_graph_is_blamed_by_its_own_path_and_call(
     stack: EagerModel, wrong_stack: bytes, passes: str, budget: Budget | None
 ) -> None:
-    message = refusal(stack, wrong_stack, passes, budget=budget)
+    message = refusal(Judge(stack, LINES), wrong_stack, passes, budget=budget)
     assert "; the first module that differs is block (Block), call 2, in its own forward" in message
     assert "behind block.down (Linear), call 2" in message
 
 
-def test_where_a_run_fails_the_first_module_without_a_value_is_blamed(classifier: EagerModel, exported: bytes) -> None:
+def test_where_a_run_fails_the_first_module_without_a_value_is_blamed(judge: Judge, exported: bytes) -> None:
     def plant(graph: ir.Model) -> None:
         norm = [node for node in graph.graph if node.op_type == "LayerNormalization"][1]
         value = norm.outputs[0]
@@ -221,7 +227,7 @@ def test_where_a_run_fails_the_first_module_without_a_value_is_blamed(classifier
         value.replace_all_uses_with(cut, replace_graph_outputs=False)
         cut.producer().replace_input_with(0, value)  # type: ignore[union-attr]
 
-    message = refusal(classifier, exported, _PLAIN, plant)
+    message = refusal(judge, exported, _PLAIN, plant)
     assert "planted: fails in case 2x1 full mask: " in message
     assert "; the first module that is not computed is encoder.layers.1.attention.query (Linear)" in message
 
@@ -260,13 +266,13 @@ def test_eager_itself_is_blamed_where_it_is_not_finite() -> None:
 
 
 def test_a_failure_is_told_as_it_is_when_nobody_can_be_blamed(
-    classifier: EagerModel, exported: bytes, monkeypatch: pytest.MonkeyPatch
+    judge: Judge, exported: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("no hooks here")
 
     monkeypatch.setattr(_blame, "trace", fail)
-    message = refusal(classifier, exported, _PLAIN, changed("head.bias", lambda a: a + np.array([0.25, 0], np.float32)))
+    message = refusal(judge, exported, _PLAIN, changed("head.bias", lambda a: a + np.array([0.25, 0], np.float32)))
     assert message.startswith("planted: output 'logits' is off by 0.25")
     assert "module" not in message
 
