@@ -18,7 +18,7 @@ _CONSTANTS = {
 }
 _INPUTS = {
     "gates": "float[batch, 4, tokens, tokens]",
-    "others_mask": "int64[others, tokens]",
+    "places": "int64[tokens]",
     "others": "float[others, 1, 1, tokens]",
 }
 
@@ -84,7 +84,11 @@ _REASONS = {
     ),
     "a small fill beside another mask": (
         SCALED + HIDDEN + "g = Where (hidden, small, d) b = Where (hidden, low, zero) f = Add (g, b) " + CONTEXT,
-        "its masks put in -10000 beside other masks",
+        "its mask puts in -10000 beside other masks and biases",
+    ),
+    "a bias on a small fill, which makes empty rows uneven": (
+        SCALED + HIDDEN + "g = Where (hidden, small, d) b = Cast <to = 1> (places) f = Add (g, b) " + CONTEXT,
+        "its mask puts in -10000 beside other masks and biases",
     ),
     "a mask of a batch that may be another": (
         SCALED + "f = Add (d, others) " + CONTEXT,

@@ -94,6 +94,10 @@ _BIASES = {
     "a bias that is scaled with the scores": "g = Add (d, relative) f = Div (g, two) ",
     "a relative bias, then padding": HIDDEN + "g = Add (d, relative) f = Where (hidden, lowest, g) ",
     "padding, then a relative bias": HIDDEN + "g = Where (hidden, low, d) f = Add (g, relative) ",
+    "padding, then places": HIDDEN + "g = Where (hidden, low, d) b = Cast <to = 1> (places) f = Add (g, b) ",
+    "places, then a small number put in": (
+        HIDDEN + "b = Cast <to = 1> (places) g = Add (d, b) f = Where (hidden, small, g) "
+    ),
     "a slope for each head and key": "slope = Mul (heads, far) f = Add (d, slope) ",
     "a bias of each query": "f = Add (d, query_bias) ",
     "a bias of each key": "f = Add (d, key_bias) ",
@@ -112,11 +116,12 @@ def test_every_other_mask_becomes_a_bias(bias: str) -> None:
     heads = np.linspace(0.1, 2, 4, dtype=np.float32).reshape(4, 1, 1)
     before, after = both(
         SCALED + _BIASES[bias] + CONTEXT,
-        {"heads": heads, "outer": np.array([1, 3])},
+        {"heads": heads, "outer": np.array([1, 3]), "small": np.float32(-1e4)},
         relative="float[1, 4, tokens, tokens]",
         far="float[batch, 1, 1, tokens]",
         query_bias="float[tokens, 1]",
         key_bias="float[tokens]",
+        places="int64[tokens]",
         positions="float[batch, 4, 8, tokens]",
         pairs="float[tokens, tokens]",
     )

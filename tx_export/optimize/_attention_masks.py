@@ -6,6 +6,7 @@ score becomes one that is added: so low that nothing is left of the score, and r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,11 +114,16 @@ def _fills(steps: Sequence[Step]) -> _Fills | str:
         return _Fills(dict.fromkeys(put, _LOWEST), True)
     if any(not number <= _HIDES for number in put.values()):
         return f"its mask puts in {max(put.values()):g}, which hides nothing for sure"
-    if None not in added and not known and len(set(put.values())) == 1:
-        return _Fills(dict.fromkeys(put, _LOWEST), False)
-    if any(number > _ABSORBS for number in put.values()):
-        return f"its masks put in {max(put.values()):g} beside other masks"
-    return _Fills(put, False)
+    alone = None not in added and not known and len(set(put.values())) == 1
+    if any(number > _ABSORBS for number in put.values()) and not (alone and _is_last(steps)):
+        return f"its mask puts in {max(put.values()):g} beside other masks and biases"
+    return _Fills(dict.fromkeys(put, _LOWEST) if alone else put, False)
+
+
+def _is_last(steps: Sequence[Step]) -> bool:
+    """Whether nothing is added to a number that a mask put in: it would make uneven what is even."""
+    kinds = [step.kind for step in steps if step.kind != "times"]
+    return not {"plus", "minus"} & set(itertools.dropwhile(lambda kind: kind in ("plus", "minus"), kinds))
 
 
 def _lifted(before: ir.Node, value: ir.Value, rank: int, dims: Dims) -> ir.Value | str:
