@@ -154,6 +154,10 @@ def test_a_dimension_declared_as_a_number_may_be_used_as_one(write: Write) -> No
     assert not _lint(module, ["x:float32[batch,16,8]", "mask:int64[batch,16]"])
 
 
+def test_an_assertion_on_values_is_no_fault(write: Write) -> None:
+    assert not _lint(write("assert (mask >= 0).all()\nreturn x"))
+
+
 def test_a_causal_mask_of_infinities_leaves_no_row_empty_and_is_no_fault(write: Write) -> None:
     assert not _lint(
         write("""

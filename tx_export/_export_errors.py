@@ -86,6 +86,7 @@ def _told(kind: str, place: Place | None, detail: str, model: EagerModel) -> str
 def _frozen_by(model: EagerModel, frozen: dict[str, int]) -> str:
     """Which dimensions became which numbers, by the first line that made a number of one of them."""
     asked = [question for question in trace(model).questions if question.number]
+    asked.sort(key=lambda each: each.place.through != "user")
     question = next((each for each in asked if not frozen or {*each.dims} & frozen.keys()), None)
     names = list(frozen) or ([] if question is None else list(question.dims))
     detail = " and ".join(f"{name!r} ({frozen[name]})" if name in frozen else repr(name) for name in names)

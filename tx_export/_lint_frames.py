@@ -42,14 +42,6 @@ class Place:
     module: str  # dotted path of the innermost module at work, or the class of the outermost
     through: Through = "user"  # that line itself did it, or an operator, torch's Python code, a library that it called
 
-    @property
-    def statement(self) -> str:
-        """The whole line."""
-        return linecache.getline(self.file, self.line).strip()
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: in {self.module}, `{self.code}`"
-
 
 def module_paths(root: nn.Module) -> Paths:
     """Dotted paths as the user knows them: a wrapper of ours around the module doesn't count."""

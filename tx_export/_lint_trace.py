@@ -84,16 +84,14 @@ class _AskedSizes(ShapeEnv):
             answer = super().evaluate_expr(
                 orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
             )
-        number = _is_number(orig_expr, answer)
+        number = isinstance(orig_expr, sympy.Expr) or (decides and _equates(orig_expr, answer))
         if place is not None and (number or len(self.guards) > known):
             self.questions.append(Question(place, dims, number))
         return answer
 
 
-def _is_number(asked: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Whether the answer holds for one size only: the size itself, or a yes to its being a number."""
-    if isinstance(asked, sympy.Expr):
-        return True
+def _equates(asked: sympy.Basic, answer: sympy.Basic) -> bool:
+    """Whether a size was said to be a number."""
     return isinstance(asked, sympy.Eq) and bool(answer) and any(side.is_number for side in asked.args)
 
 

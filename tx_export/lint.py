@@ -5,13 +5,14 @@ Nothing is guessed from the text: the module runs, on symbolic sizes and on numb
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tx_export._lint_frames import module_paths
+from tx_export._lint_frames import Place, module_paths
 from tx_export._lint_rules import Finding, finding
 from tx_export._lint_run import Notes, watched
 from tx_export._lint_source import assigned_at, defined_at
@@ -41,11 +42,13 @@ def lint(model: EagerModel) -> tuple[Finding, ...]:
         *_sizes(traced),
         *_values(traced, notes),
         *_state(_users(module), slots),
-        *(finding(kind, place) for kind in ("complex", "large-fill") for place in notes.of(kind)),
+        *_numbers(notes),
         *_random(module, inputs, answer, notes),
         *_empty_rows(model, module, inputs),
     ]
-    return tuple(sorted(dict.fromkeys(found), key=lambda each: each.severity != "error"))
+    wrong = {(each.file, each.line) for each in found if each.severity == "error"}
+    told = (each for each in found if each.kind != "data-value" or (each.file, each.line) not in wrong)
+    return tuple(sorted(dict.fromkeys(told), key=lambda each: each.severity != "error"))
 
 
 def _users(module: nn.Module) -> nn.Module:
@@ -69,26 +72,33 @@ def _training(module: nn.Module) -> Iterator[Finding]:
 def _sizes(traced: Trace) -> Iterator[Finding]:
     """Numbers that Python makes of a dimension, and branches of the user's that divide its declared range."""
     for question in traced.questions:
-        dims = " and ".join(map(repr, question.dims))
-        # Where this way of tracing stops, torch.export takes its other one, which reads Python and keeps such numbers.
-        if question.number and traced.failure is None:
+        dims, through = " and ".join(map(repr, question.dims)), question.place.through
+        # Where this way of tracing stops, torch.export takes its other one, which reads Python and keeps such numbers;
+        # what torch's own code asks, it may ask in this run only.
+        if question.number and through in ("user", "operator") and traced.failure is None:
             yield finding("frozen-dimension", question.place, dims)
-        elif not question.number and question.place.through == "user":
+        elif not question.number and through == "user":
             yield finding("shape-branch", question.place, dims)
 
 
 def _values(traced: Trace, notes: Notes) -> Iterator[Finding]:
-    """What Python reads out of tensors, and what it decides by that."""
-    decided = None
+    """What Python reads out of tensors, and what it decides by that; an export leaves assertions out."""
     place, own = traced.place, ("user", "operator")
-    if place is not None and place.through in own and needed_value(traced.failure) == "branch":
-        decided = place.file, place.line
-        if not place.statement.startswith("assert"):  # which an export leaves out
-            yield finding("data-branch", place)
-    for place in notes.of("data-value"):
-        if (place.file, place.line) != decided:
-            yield finding("data-value", place)
+    if place is not None and place.through in own and needed_value(traced.failure) == "branch" and not _asserts(place):
+        yield finding("data-branch", place)
+    yield from (finding("data-value", place) for place in notes.of("data-value") if not _asserts(place))
     yield from (finding("data-shape", place) for place in notes.of("data-shape") if place.through != "library")
+
+
+def _asserts(place: Place) -> bool:
+    return linecache.getline(place.file, place.line).lstrip().startswith("assert")
+
+
+def _numbers(notes: Notes) -> Iterator[Finding]:
+    """The first line of each module that computes with complex numbers, and every fill too large for half precision."""
+    first = {place.module: place for place in reversed(notes.of("complex"))}
+    yield from (finding("complex", place) for place in first.values())
+    yield from (finding("large-fill", place) for place in notes.of("large-fill"))
 
 
 def _state(module: nn.Module, slots: Sequence[Slot]) -> Iterator[Finding]:
