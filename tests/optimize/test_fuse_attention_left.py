@@ -190,6 +190,12 @@ def test_operands_must_fit_the_operator(case: str) -> None:
     stays(graph(body, None, y, **inputs), reason)
 
 
+def test_keys_must_have_a_batch() -> None:
+    body = 's = Einsum <equation = "bid,jd->bij"> (q, k) w = Softmax (s) y = MatMul (w, v)'
+    shapes = {"q": "float[1, tokens, 8]", "k": "float[tokens, 8]", "v": "float[1, tokens, 6]"}
+    stays(graph(body, None, "float[1, tokens, 6]", **shapes), "its key is the same for every row of the batch")
+
+
 _NONE = {
     "a softmax of classes": "s = MatMul (q, classes) w = Softmax (s) y = Identity (w)",
     "weights of no product": "w = Softmax (gates) y = MatMul (w, v)",

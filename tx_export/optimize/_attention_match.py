@@ -106,6 +106,8 @@ def _misfit(found: Attention) -> str | None:
             return f"its {role} is {dtype.name if dtype else 'of an unknown type'}; the operator takes FLOAT"
         if not isinstance(heads, int) or not isinstance(dims[-1], int):
             return "the number or the size of its heads is unknown"
+        if operand.axes[0] is None:
+            return f"its {role} is the same for every row of the batch"
         lead = dims[:-2]
         whole = same_all(lead, [batch, heads]) or (role != "query" and same_all(lead, [batch, 1]))
         flat = len(lead) == 1 and same_all(_split(lead[0], heads), [batch, heads])
