@@ -134,3 +134,8 @@ def test_dimensions_with_small_bounds_are_told_apart(bounds: tuple[str, str], tm
     shape = "[b{},t{}]".format(*bounds)
     [output] = _loaded(tmp_path, "y", f"x:float32{shape}", f"mask:float32{shape}").outputs
     assert str(output) == f"output_0:float32{shape}".replace("b<=1", "1")
+
+
+def test_a_shorter_axis_is_not_taken_for_another_dimension(tmp_path: Path) -> None:
+    [output] = _loaded(tmp_path, "y[:, 1:]", "x:float32[b<=2,t<=3]", "mask:float32[b<=2,t<=3]").outputs
+    assert str(output) == "output_0:float32[b<=2,output_0_1]"
