@@ -46,7 +46,8 @@ def print_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     rows: list[tuple[str, str]] = [("artifact", str(folder))]
     rows += [(key, str(manifest.get(key, ""))) for key in plain]
     rows += [
-        ("domain", f"{name} {used['version']}, {used['nodes']} nodes") for name, used in manifest["domains"].items()
+        ("domain", f"{name} {used['version']}, {used['nodes']} nodes")
+        for name, used in manifest.get("domains", {}).items()
     ]
     rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in manifest.get(kind, ())]
     rows += [(key, _coverage(manifest[key])) for key in ("fused", "quantized", "pruned") if manifest.get(key)]

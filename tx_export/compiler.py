@@ -81,8 +81,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     model = _load(options)
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
-    longest = max(LONGEST, options.max_length or 0)
-    judge = Judge(model, split.judging, override, labelled, longest)
+    judge = Judge(model, split.judging, override, labelled, max(LONGEST, options.max_length or 0))
     if model.family == "module":
         progress("lint")
         _heed(lint(model))
@@ -94,6 +93,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     if override is not None and all(item.budget is None for item in pipeline.passes):
         judge.check(Step("export", context.open(graph), override, graph=graph))
     target.check(graph)
+    check_target(folder, options.force)  # another build may have got there first
     with staged(folder) as new:
         progress("write")
         _write(new, model, graph, provider, pipeline, judge, made, options)
