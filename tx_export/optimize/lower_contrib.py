@@ -18,7 +18,7 @@ __all__ = ["LowerContrib"]
 
 @dataclass(frozen=True)
 class LowerContrib(GraphPass):
-    """MatMulIntegerToFloat and Gelu; attention operators are not lowered: they are emitted plain in the first place."""
+    """MatMulIntegerToFloat, Gelu and FastGelu; attention is not lowered, as it is emitted plain in the first place."""
 
     def call(self, model: ir.Model) -> Outcome:
         candidates = [node for node in model.graph if node.domain == "com.microsoft"]
@@ -56,8 +56,22 @@ def _gelu(graph: ir.Graph, node: ir.Node) -> ir.Value:
     return add_node(node, "Mul", [x, gate])[0]
 
 
+def _fast_gelu(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """x (0.5 + 0.5 tanh(sqrt(2 / pi) (x + 0.044715 x^3)))"""
+    x, half, root = node.inputs[0], _scalar(graph, "gelu.half", 0.5), math.sqrt(2 / math.pi)
+    (square,) = add_node(node, "Mul", [x, x])
+    (cubic,) = add_node(node, "Mul", [square, _scalar(graph, "gelu.cubic", 0.044715 * root)])
+    (slope,) = add_node(node, "Add", [cubic, _scalar(graph, "gelu.linear", root)])
+    (inner,) = add_node(node, "Mul", [slope, x])
+    (tanh,) = add_node(node, "Tanh", [inner])
+    (part,) = add_node(node, "Mul", [tanh, half])
+    (gate,) = add_node(node, "Add", [part, half])
+    return add_node(node, "Mul", [x, gate])[0]
+
+
 _LOWERED: dict[str, Callable[[ir.Graph, ir.Node], ir.Value]] = {
     "MatMulIntegerToFloat": _integer_product,
+    "FastGelu": _fast_gelu,
     "Gelu": _gelu,
 }
 
