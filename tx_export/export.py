@@ -20,6 +20,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, NameFixPass
 from torch import nn
 
 from tx_export._export_errors import check_exported, export_error
+from tx_export._module_adapter import ModuleAdapter, users_path
 from tx_export._releases import RELEASES, first_release, least_onnxruntime
 from tx_export._slow_path import slow_path
 from tx_export._torch_attention import torch_attention
@@ -164,6 +165,8 @@ def _name_ends(graph: ir.Graph, model: EagerModel) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ExportError(f"{model.source}: inputs and outputs must differ in name; given twice: {', '.join(twice)}")
     _separate_outputs(graph)
+    for value in list(graph.initializers.values()) if isinstance(model.module, ModuleAdapter) else ():
+        value.name = users_path(str(value.name))
     for value in (
         *graph.inputs,
         *graph.initializers.values(),
