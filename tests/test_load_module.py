@@ -21,6 +21,8 @@ from tx_export.errors import LoadError, PluginError
 from tx_export.load import load
 from tx_export.spec import EagerModel
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*are deprecated and will be removed:UserWarning")
+
 _USER = """
 import threading
 import torch
