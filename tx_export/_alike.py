@@ -69,17 +69,17 @@ def _correlation(expected: Array, actual: Array) -> float:
 
 def _nearest(moment: Moment, array: Array) -> Array:
     """The value in the shape of the tensor, its axes in the order that comes nearest."""
-    real, expected = moment.real, moment.array
-    return max(
-        (form.reshape(expected.shape) for form in _layouts(array, expected.shape)),
-        key=lambda form: _decibels(expected[real], form[real]),
-    )
+    if array.shape == moment.array.shape:
+        return array
+    expected = moment.array[moment.real]
+    forms = (form.reshape(moment.array.shape) for form in _layouts(array))
+    return max(forms, key=lambda form: _decibels(expected, form[moment.real]))
 
 
-def _layouts(array: Array, shape: tuple[int, ...]) -> Iterator[Array]:
-    """As it is, and of another shape with two neighbouring axes swapped: tokens with batch, heads or channels."""
+def _layouts(array: Array) -> Iterator[Array]:
+    """As it is, and with two neighbouring axes swapped: tokens with batch, heads or channels."""
     yield array
-    for axis in range(0 if array.shape == shape else min(array.ndim - 1, 3)):
+    for axis in range(min(array.ndim - 1, 3)):
         yield array.swapaxes(axis, axis + 1)
 
 
