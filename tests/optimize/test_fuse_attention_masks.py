@@ -129,6 +129,14 @@ def test_every_other_mask_becomes_a_bias(bias: str) -> None:
     assert_equal_everywhere(before, after)
 
 
+def test_two_masks_of_keys_that_add_up_become_a_bias() -> None:
+    spare = "n4 = Unsqueeze (spare_mask, middle) e = Equal (n4, none) a = Where (e, low, zero) g = Add (d, a) "
+    body = SCALED + HIDDEN + spare + "b = Where (hidden, low, zero) f = Add (g, b) " + CONTEXT
+    before, after = both(body, {"low": np.float32(-3)}, spare_mask="int64[batch, tokens]")
+    assert given(attention_nodes(after)[0]) == {"bias"}
+    assert_equal_everywhere(before, after)
+
+
 def test_scale_behind_a_replacing_fill_is_taken_into_account() -> None:
     body = PRODUCT + HIDDEN + "g = Where (hidden, low, s) f = Div (g, two) " + CONTEXT
     before, after = both(body, {"low": np.float32(-1e20)})
