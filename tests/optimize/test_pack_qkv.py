@@ -198,6 +198,23 @@ def _shape_whole(model: ir.Model) -> None:
         value.shape = ir.Shape(["b", "t", 72])
 
 
+def test_columns_that_a_split_gives_are_packed() -> None:
+    body = (
+        "product = MatMul (x, query_weight) whole = Add (product, query_bias) "
+        "widths = Constant <value = int64[3] {24, 24, 24}> () query, key, value = Split <axis = -1> (whole, widths) "
+        "y = com.microsoft.MultiHeadAttention <num_heads = 3> (query, key, value, , mask)"
+    )
+    model = attention_graph(body, 24, 72)
+    model.graph.outputs[0].shape = ir.Shape(["b", "t", 24])
+    _shape_whole(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    feeds = {"x": normal(2, 5, 24, seed=3), "mask": np.array(_MASKS["holed"], np.int32)}
+    expected = run_graph(model, feeds)["y"]
+    assert pack(model).coverage.done == 1
+    assert operators(model) == ["Attention"]
+    assert_close(run_graph(model, feeds)["y"], expected)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_columns_of_one_product_are_packed_in_any_order(order: tuple[int, ...]) -> None:
     parts = tuple((24 * number, 24 * number + 24) for number in order)
@@ -289,7 +306,7 @@ _NEAR_MISSES = {
         _cut_body(axis=2).replace("Add (product, query_bias)", "Neg (product)"),
         "",
         "",
-        "not the output of a linear layer",
+        "not columns of a linear layer",
     ),
     "keys as outputs": (
         attention_body(output="y, keys, values"),

@@ -41,7 +41,7 @@ def _shortened(graph: ir.Graph, value: ir.Value) -> bool:
             continue
         if view.is_whole():
             return _is_free(value, base) and _replaced(value, base)
-        if (part := view.part()) is not None and (not direct or node.op_type != "Slice"):
+        if (part := view.part()) is not None and not (direct and node.op_type in ("Slice", "Split")):
             return _replaced(value, _slice(graph, node, base, part))
         if direct:
             return False

@@ -59,19 +59,30 @@ def _match(node: ir.Node) -> list[Linear] | str:
 def _linear(value: ir.Value, node: ir.Node) -> Linear | str:
     """The linear layer that gives a value, as a whole or with a range of its columns."""
     cut = value.producer()
-    if cut is None or cut.op_type != "Slice" or cut.inputs[0] is None:
+    if cut is None or cut.op_type not in ("Slice", "Split") or cut.inputs[0] is None:
         return linear_behind(value)
     whole = cut.inputs[0]
-    linear, (start, end, axis, *step) = linear_behind(whole), (array_of(each) for each in cut.inputs[1:4])
-    if isinstance(linear, str) or start is None or end is None or axis is None or step or whole.shape is None:
-        return "not the output of a linear layer"
-    if start.size != 1 or axis.item() % len(whole.shape) != len(whole.shape) - 1:
+    linear, columns = linear_behind(whole), _columns(cut, value, len(whole.shape or ()))
+    if isinstance(linear, str) or columns is None:
         return "not columns of a linear layer"
-    if whole.is_graph_output() or any(only_use(use.node.outputs[0]) is not node for use in whole.uses()):
+    if whole.is_graph_output() or any(only_use(part) is not node for use in whole.uses() for part in use.node.outputs):
         return "a product has other readers"
-    columns = slice(start.item(), end.item())
     bias = None if linear.bias is None else linear.bias[columns]
     return dataclasses.replace(linear, weight=linear.weight[:, columns], bias=bias, output=value)
+
+
+def _columns(cut: ir.Node, value: ir.Value, rank: int) -> slice | None:
+    """What a Slice or Split takes of the last of `rank` axes."""
+    given = [array_of(each) for each in cut.inputs[1:]]
+    if cut.op_type == "Split":
+        if not given or given[0] is None or cut.attributes.get_int("axis", 0) not in (-1, rank - 1):
+            return None
+        ends, number = np.cumsum(given[0]).tolist(), list(cut.outputs).index(value)
+        return slice(ends[number - 1] if number else 0, ends[number])
+    if len(given) != 3 or any(each is None or each.size != 1 for each in given):
+        return None
+    start, end, axis = (each.item() for each in given if each is not None)
+    return slice(start, end) if axis in (-1, rank - 1) else None
 
 
 def _is_read_otherwise(weight: ir.Value) -> bool:
