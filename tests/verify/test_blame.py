@@ -10,10 +10,13 @@ import onnx_ir as ir
 import pytest
 import torch
 from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
 from tx_export import _blame, plugins
+from tx_export._alike import agreement
 from tx_export._blame import blame
+from tx_export._eager_trace import Moment, Origin
 from tx_export._graph import add_initializer, add_node
 from tx_export.artifact import open_graph
 from tx_export.errors import BudgetError
@@ -140,6 +143,19 @@ def rescaled_attention(graph: ir.Model) -> None:
     node.attributes["scale"] = ir.AttrFloat32("scale", 1.0)
 
 
+def biased_attention(graph: ir.Model) -> None:
+    """The second layer's attention adds the biases of query, key and value itself, and divides by nothing."""
+    node = [node for node in graph.graph if node.op_type == "MultiHeadAttention"][1]
+    biases = []
+    for index in range(3):
+        product, bias = node.inputs[index].producer().inputs  # type: ignore[union-attr]
+        node.replace_input_with(index, product)
+        biases.append(bias.const_value.numpy())  # type: ignore[union-attr]
+    node.replace_input_with(3, add_initializer(graph.graph, "biases", np.concatenate(biases)))
+    RemoveUnusedNodesPass()(graph)
+    rescaled_attention(graph)
+
+
 _ATTENTION = "encoder.layers.1.attention (MultiHeadAttention)"
 
 
@@ -182,6 +198,11 @@ def test_the_module_whose_weight_changed_is_blamed(
             f"{_ATTENTION}, in its own forward behind encoder.layers.1.attention.value (Linear)",
         ),
         (_FUSED, rescaled_attention, f"{_ATTENTION}: off by"),
+        (
+            _PLAIN,
+            biased_attention,
+            f"{_ATTENTION}, in its own forward behind encoder.layers.1.attention.value (Linear)",
+        ),
         (_FUSED, changed("encoder.layers.1.attention.qkv.bias", spoilt), f"{_ATTENTION}: "),
     ],
 )
@@ -230,6 +251,13 @@ def test_where_a_run_fails_the_first_module_without_a_value_is_blamed(judge: Jud
     message = refusal(judge, exported, _PLAIN, plant)
     assert "planted: fails in case 2x1 full mask: " in message
     assert "; the first module that is not computed is encoder.layers.1.attention.query (Linear)" in message
+
+
+def test_a_value_agrees_with_a_tensor_whose_axes_are_in_another_order() -> None:
+    array = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    moment = Moment(array, np.ones(array.shape, bool), Origin("part", 1, returned=True))
+    assert agreement(moment, array.swapaxes(0, 1), None) is not None
+    assert agreement(moment, array.swapaxes(0, 1).reshape(6, 4), None) is None  # rows of other tokens
 
 
 class _Masked(nn.Module):
