@@ -14,10 +14,10 @@ import onnx_ir as ir
 from torch import nn
 
 import tx_export
+from tx_export._attention_candidates import candidates
 from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
 from tx_export.models.parts.attention import Attention
-from tx_export.optimize._attention_candidates import candidates
 from tx_export.passes import Coverage, Left, Pipeline
 from tx_export.spec import EagerModel, TensorSpec
 from tx_export.verify import eager_runner, grid

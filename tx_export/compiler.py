@@ -34,10 +34,8 @@ Progress = Callable[[str], None]
 _log = logging.getLogger("tx_export")
 
 # The optimization passes for a provider, in order. Others that exist were slower where they were measured.
-_FUSED = {
-    "cpu": "fold_constants fuse_gelu fuse_fast_gelu fuse_attention merge_views pack_qkv",
-    "cuda": "fold_constants fuse_gelu fuse_fast_gelu fuse_attention merge_views pack_qkv fuse_bias_gelu fuse_residual_norm",
-}
+_ALWAYS = "fold_constants fuse_gelu fuse_fast_gelu fuse_attention merge_views pack_qkv"
+_FUSED = {"cpu": _ALWAYS, "cuda": f"{_ALWAYS} fuse_bias_gelu fuse_residual_norm"}
 _STANDARD = "fold_constants merge_views"
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
 

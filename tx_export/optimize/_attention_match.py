@@ -14,14 +14,13 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from tx_export._attention_candidates import comes_from_product, is_product
 from tx_export._graph import only_use
-from tx_export.optimize._attention_candidates import comes_from_product
 from tx_export.optimize._attention_products import (
     Dims,
     Operand,
     context_product,
     factor_of,
-    is_product,
     same,
     same_all,
     scalar,

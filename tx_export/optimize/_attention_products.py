@@ -16,7 +16,6 @@ __all__ = [
     "broadcast",
     "context_product",
     "factor_of",
-    "is_product",
     "same",
     "same_all",
     "scalar",
@@ -79,17 +78,6 @@ def factor_of(node: ir.Node, inner: int) -> float | None:
     if number is None or number == 0 or not math.isfinite(number):
         return None
     return number if node.op_type == "Mul" else 1 / number
-
-
-def is_product(node: ir.Node | None) -> bool:
-    """Whether a node multiplies two computed matrices."""
-    return (
-        node is not None
-        and not node.domain
-        and node.op_type in ("MatMul", "Einsum")
-        and len(node.inputs) == 2
-        and all(array_of(value) is None for value in node.inputs)
-    )
 
 
 def scores_product(node: ir.Node) -> tuple[Operand, Operand] | str:

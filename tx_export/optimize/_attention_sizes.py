@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from tx_export._attention_candidates import comes_from_product
 from tx_export._graph import replace
-from tx_export.optimize._attention_candidates import comes_from_product
 from tx_export.optimize._attention_products import Dims, shape_of
 from tx_export.optimize._attention_rows import emit, integers
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, TopologicalSortPass
 
+from tx_export._attention_candidates import candidates
 from tx_export._graph import replace
-from tx_export.optimize._attention_candidates import candidates
 from tx_export.optimize._attention_masks import Mask, masked, scale_of
 from tx_export.optimize._attention_match import Attention, match
 from tx_export.optimize._attention_products import Operand, shape_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from tx_export._graph import array_of
-from tx_export.optimize._attention_products import is_product
 
-__all__ = ["candidates", "comes_from_product"]
+__all__ = ["candidates", "comes_from_product", "is_product"]
 
 # What may stand between a product and the softmax in something that is attention at heart.
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh", "IsNaN", "Cast", "Identity")
@@ -53,3 +52,14 @@ def _goes_into(value: ir.Value) -> bool:
             if node.op_type in _PASSED or (constant and allowed):
                 ahead += [(output, allowed - constant) for output in node.outputs]
     return False
+
+
+def is_product(node: ir.Node | None) -> bool:
+    """Whether a node multiplies two computed matrices."""
+    return (
+        node is not None
+        and not node.domain
+        and node.op_type in ("MatMul", "Einsum")
+        and len(node.inputs) == 2
+        and all(array_of(value) is None for value in node.inputs)
+    )
