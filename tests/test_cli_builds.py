@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,17 @@ def test_what_was_trained_can_be_built_and_run(call: Call, tmp_path: Path) -> No
 def test_the_small_classifier_compares_within_its_budget(call: Call, small_artifact: Path) -> None:
     code, out, _ = call("compare", str(small_artifact), "--json")
     assert (code, json.loads(out)["verdict"]) == (0, "pass")
+
+
+def test_a_manifest_that_lacks_its_source_is_an_error_that_says_so(
+    call: Call, small_artifact: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(small_artifact, tmp_path / "copy")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["source"], manifest["pipeline"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    code, _, err = call("compare", str(folder))
+    assert (code, err) == (1, "error: manifest.json has no source, pipeline; its source can't be found again without\n")
 
 
 def test_inspect_shows_an_artifact_and_its_graph(call: Call, small_artifact: Path) -> None:

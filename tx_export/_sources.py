@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tx_export import plugins
-from tx_export.errors import LoadError, PluginError
+from tx_export.errors import ArtifactError, LoadError, PluginError
 from tx_export.load import load
 from tx_export.runtime import UsageError
 from tx_export.spec import EagerModel
 
 __all__ = ["Origin", "origin_of", "source_of"]
+
+_NEEDED = ("source", "weights", "config", "task", "pipeline", "min_onnxruntime", "fused", "verification")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Origin:
 
 def origin_of(manifest: Mapping[str, Any], source: str | None) -> Origin:
     """By the manifest, or by a folder, module or weight file given by hand; UsageError where neither says enough."""
+    missing = [key for key in _NEEDED if key not in manifest]
+    if missing:
+        raise ArtifactError(f"manifest.json has no {', '.join(missing)}; its source can't be found again without")
     made_from, weights = str(manifest["source"]), str(manifest["weights"])
     built_in = made_from in plugins.names("model")
     chosen, file = source or made_from, None

@@ -33,6 +33,12 @@ def test_b020_a_stock_encoder_takes_every_batch_and_length_with_the_fast_path_of
     assert runtime.read_manifest(folder)["fused"] == {"done": layers, "of": layers, "left": []}
 
 
+def test_a_stock_encoder_with_a_padding_mask_is_fused_and_quantized_in_every_layer(once: Once) -> None:
+    manifest = runtime.read_manifest(once("stock-int8", lambda path: build_user("Stock", path, "dynamic_int8")))
+    assert manifest["fused"] == {"done": 2, "of": 2, "left": []}
+    assert manifest["quantized"] == {"done": 9, "of": 9, "left": []}  # 2 layers of 4 products, and the table of words
+
+
 def test_b023_the_fast_path_is_as_it_was_behind_a_failed_build(tmp_path: Path) -> None:
     for enabled in (True, False):
         mha.set_fastpath_enabled(enabled)
