@@ -13,13 +13,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
-from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
+from tx_export.quantize._weights import attention_left, check_finite, part_attention
 
 __all__ = ["DynamicInt8"]
 
 _PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
-_LAST_AXIS = {"axis": ir.AttrInt64("axis", -1)}
 _KEPT_ATTRIBUTES = {"num_heads", "unidirectional", "mask_filter_value"}  # those that QAttention has too
 
 
@@ -79,16 +78,15 @@ class _Rewrite:
         return None
 
     def attention(self, node: ir.Node) -> str | None:
-        x, weight_value, bias_value, mask = (*node.inputs, None, None)[:4]
-        weight, bias = array_of(weight_value), array_of(bias_value)
-        if x is None or weight is None or weight_value is None or bias is None:
-            return "its weights are computed"
-        if (*node.inputs, *[None] * 5)[4] is not None or len(node.outputs) > 1:
-            return "it has a past"
-        if weight.dtype != np.float32:
-            return f"its weight is {weight.dtype}, not float32"
+        reason = attention_left(node)
+        if reason is not None:
+            return reason
+        # What QAttention can't do (a bias of the scores, a scale, other widths): a product, then attention.
         if set(node.attributes) - _KEPT_ATTRIBUTES or any(value is not None for value in node.inputs[5:]):
-            return self.parted(node, weight)
+            return self.product(part_attention(node))
+        x, weight_value, bias_value, mask = (*node.inputs, None)[:4]
+        weight = array_of(weight_value)
+        assert x is not None and weight_value is not None and weight is not None
         quantized, scale, zero = self.stored(weight_value, weight)
         x_int8, x_scale, x_zero = self.activation(node, x)
         # A zero point of zeros is left out: passes may make one of several, and then the session doesn't load.
@@ -96,24 +94,6 @@ class _Rewrite:
         (out,) = add_node(node, "com.microsoft::QAttention", inputs, node.attributes)
         replace(node.outputs[0], out)
         return None
-
-    def parted(self, node: ir.Node, weight: np.ndarray) -> str | None:
-        """What QAttention can't do (a bias of the scores, a scale, other widths): a product, then attention."""
-        mask, attention_bias = (*node.inputs, *[None] * 6)[3:6:2]
-        third = weight.shape[1] // 3
-        widths = np.array(node.attributes.get_ints("qkv_hidden_sizes", [third] * 3))
-        (whole,) = add_node(node, "MatMul", node.inputs[:2])
-        (whole,) = add_node(node, "Add", [whole, node.inputs[2]])
-        q, k, v = add_node(node, "Split", [whole, add_initializer(self.graph, "widths", widths)], _LAST_AXIS, outputs=3)
-        attributes = {name: value for name, value in node.attributes.items() if name != "qkv_hidden_sizes"}
-        inputs = [q, k, v, None, mask, attention_bias]
-        (out,) = add_node(node, "com.microsoft::MultiHeadAttention", inputs, attributes)
-        replace(node.outputs[0], out)
-        product = whole.producer()
-        assert product is not None and product.inputs[0] is not None
-        matmul = product.inputs[0].producer()
-        assert matmul is not None
-        return self.product(matmul)
 
     def table(self, node: ir.Node) -> str | None:
         table = node.inputs[0]
@@ -156,7 +136,7 @@ class _Rewrite:
         One that several products read is uint8 around 128: ONNX Runtime, which makes int8 weights exact on CPUs without
         VNNI by that very change, can't make it twice to one weight.
         """
-        _check_finite(value, weight)
+        check_finite(value, weight, 8)
         quantized, scale = _per_column(weight) if self.options.per_channel else _per_tensor(weight)
         name, zero = (value.name or "weight").removesuffix(".T"), None
         if len(_readers(value)) > 1:
@@ -171,7 +151,7 @@ class _Rewrite:
     def rows(self, table: ir.Value, array: np.ndarray) -> tuple[ir.Value, ir.Value]:
         """int8 [rows, D] and scales [rows, 1] of a table, made once however many nodes read it."""
         if table not in self.tables:
-            _check_finite(table, array)
+            check_finite(table, array, 8)
             columns, scale = _per_column(array.T)
             self.tables[table] = (
                 add_initializer(self.graph, f"{table.name}.int8", columns.T),
@@ -192,11 +172,6 @@ def _readers(weight: ir.Value) -> list[str]:
 def _named(weight: ir.Value, what: str) -> str:
     name = (weight.name or "weight").removesuffix(".T")
     return f"{name.removesuffix('.weight')}.{what}" if name.endswith(".weight") else f"{name}.{what}"
-
-
-def _check_finite(value: ir.Value, array: np.ndarray) -> None:
-    if bad := int(array.size - np.isfinite(array).sum()):
-        raise PassError(f"{value.name}: {bad} of {array.size} weights are NaN or infinite; they have no 8-bit form")
 
 
 def _per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
