@@ -231,8 +231,8 @@ def test_errors_name_the_innermost_line_of_the_user(tmp_path: Path) -> None:
 def test_the_person_at_the_keyboard_is_no_error_of_the_file(tmp_path: Path) -> None:
     before = list(sys.path)
     with pytest.raises(KeyboardInterrupt):
-        plugins.import_object(f"{_write(tmp_path / 'mine.py', 'raise KeyboardInterrupt')}:x")
-    assert sys.path == before and "mine" not in sys.modules
+        plugins.import_object(f"{_write(tmp_path / 'interrupted.py', 'raise KeyboardInterrupt')}:x")
+    assert sys.path == before and "interrupted" not in sys.modules
 
 
 def test_a_deleted_current_folder_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
