@@ -26,8 +26,10 @@ RELEASES: dict[tuple[int, int], tuple[int, int]] = {
 _FIRST_RELEASE: dict[str, tuple[int, int]] = {
     "MultiHeadAttention": (1, 15),
     "RotaryEmbedding": (1, 17),
-    "GatherBlockQuantized": (1, 20),
+    "MatMulNBits": (1, 17),
+    "GatherBlockQuantized": (1, 23),  # of uint8 with zero points, its pull request 25214
 }
+_FIRST_8_BIT_BLOCKS = (1, 22)  # of MatMulNBits, its pull request 24491
 # Attention takes a bias for one row or one head since its pull request 21710, and that of one head for all rows but the
 # first since 24017.
 _FIRST_BIAS, _FIRST_SHARED_BIAS = (1, 20), (1, 22)
@@ -51,4 +53,6 @@ def first_release(node: ir.Node) -> tuple[int, int]:
     bias = node.inputs[5] if node.op_type in ("Attention", "MultiHeadAttention") and len(node.inputs) > 5 else None
     if bias is not None:
         return _FIRST_SHARED_BIAS if bias.shape is None or bias.shape[1] == 1 else _FIRST_BIAS
+    if node.op_type == "MatMulNBits" and node.attributes.get_int("bits", 4) == 8:
+        return _FIRST_8_BIT_BLOCKS
     return _FIRST_RELEASE.get(node.op_type, oldest)

@@ -1,0 +1,192 @@
+"""Weights in blocks of 4 or 8 bits, activations in float: com.microsoft::MatMulNBits and GatherBlockQuantized.
+
+w = scale (q - zero) with a scale, and a zero point unless symmetric, for each block of `block_size` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
+from tx_export.errors import PassError
+from tx_export.passes import Coverage, GraphPass, Left, Outcome
+from tx_export.quantize._blocks import METHODS, quantize, stored_bytes
+from tx_export.quantize._weights import attention_left, check_finite, part_attention
+
+__all__ = ["Blockwise"]
+
+# ONNX Runtime's kernels take others too, and some releases then return zeros.
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+_PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
+Stored = tuple[ir.Value, ir.Value, ir.Value | None]
+
+
+@dataclass(frozen=True)
+class Blockwise(GraphPass):
+    """Products of MatMul, Gemm and packed attention, and embedding tables."""
+
+    bits: int = 4  # 4 or 8
+    block_size: int = 32  # 16 to 256; a larger one costs 1 to 3 dB and saves an eighth of the bytes at most
+    symmetric: bool = False  # zero points are 1/40 of the bytes, cost no time, and are worth 1 to 2 dB
+    accuracy_level: int = 4  # 4: activations in 8 bits for each block, up to 5 times faster; 0 and 1: in float32
+    method: str = "hqq"  # 0.3 dB better than "round"
+    embeddings: bool = True  # tables too; needs ONNX Runtime 1.23
+    exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by spaces
+
+    @property
+    def budget(self) -> str:  # type: ignore[override]
+        return "sqnr_db=5" if self.bits == 4 else "sqnr_db=20"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                known = ", ".join(str(value) for value in allowed)
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {known}")
+
+    def call(self, model: ir.Model) -> Outcome:
+        left: list[Left] = []
+        done = 0
+        rewrite = _Rewrite(model.graph, self)
+        nodes = list(_candidates(model.graph, self.embeddings))
+        excluded = _excluded(nodes, self.exclude.split())
+        for node in nodes:
+            weight = _weight_of(node)
+            array = array_of(weight)
+            reason = f"excluded, {array.nbytes} bytes" if weight in excluded and array is not None else rewrite(node)
+            if reason is None:
+                done += 1
+            elif reason != "both operands are computed":  # no weight, nothing to quantize
+                left.append(Left(_plain_name(weight if array is not None else node.outputs[0]), reason))
+        RemoveUnusedNodesPass()(model)
+        return Outcome(model, done > 0, Coverage(done, done + len(left), tuple(left)), subject="quantized")
+
+
+_ALLOWED: dict[str, Sequence[object]] = {
+    "bits": (4, 8),
+    "block_size": _BLOCK_SIZES,
+    "accuracy_level": range(5),
+    "method": tuple(METHODS),
+}
+
+
+def _candidates(graph: ir.Graph, embeddings: bool) -> Iterator[ir.Node]:
+    yield from (node for node in graph if (node.domain, node.op_type) in _PRODUCTS)
+    if embeddings:
+        yield from (node for node in graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None)
+
+
+def _weight_of(node: ir.Node) -> ir.Value | None:
+    """The initializer that a product or a lookup reads, as it is or turned."""
+    value = node.inputs[0 if node.op_type == "Gather" else 1]
+    producer = None if value is None else value.producer()
+    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else value
+
+
+def _plain_name(value: ir.Value | None) -> str:
+    return "" if value is None else (value.name or "").removesuffix(".T")
+
+
+def _excluded(nodes: Sequence[ir.Node], asked: Sequence[str]) -> set[ir.Value | None]:
+    """The weights with one of these names, or of the modules; PassError for a name that matches none."""
+    weights = {weight: _plain_name(weight) for node in nodes if array_of(weight := _weight_of(node)) is not None}
+    chosen = {name: [w for w, full in weights.items() if f"{full}.".startswith(f"{name}.")] for name in asked}
+    for name, found in chosen.items():
+        if not found:
+            known = ", ".join(sorted(set(weights.values())))
+            raise PassError(f"exclude: no weight or module is named {name!r}; known weights: {known}")
+    return {weight for found in chosen.values() for weight in found}
+
+
+class _Rewrite:
+    """Rewrites single nodes; returns None, or the reason why it left the node as it was."""
+
+    def __init__(self, graph: ir.Graph, options: Blockwise) -> None:
+        self.graph, self.options = graph, options
+        self.made: dict[tuple[ir.Value, bool], Stored] = {}
+
+    def __call__(self, node: ir.Node) -> str | None:
+        if node.op_type == "Gather":
+            return self.table(node)
+        return self.attention(node) if node.op_type == "Attention" else self.product(node)
+
+    def attention(self, node: ir.Node) -> str | None:
+        return attention_left(node) or self.product(part_attention(node))
+
+    def product(self, node: ir.Node) -> str | None:
+        linear = linear_at(node)
+        if isinstance(linear, str):
+            return linear
+        k, n = linear.weight.shape
+        reason = self.left(linear.weight.T)
+        if linear.x.shape is not None and len(linear.x.shape) < 2:
+            reason = "its input is a vector"
+        if reason is not None:
+            return reason
+        values, scale, zero = self.stored(linear.weight_value, linear.weight.T, linear.turned)
+        inputs = [linear.x, values, scale, *([] if zero is None else [zero])]
+        sizes = {"K": k, "N": n, "accuracy_level": self.options.accuracy_level}
+        (out,) = add_node(node, "com.microsoft::MatMulNBits", inputs, self.attributes(sizes))
+        self.connect(linear, out)
+        return None
+
+    def connect(self, linear: Linear, product: ir.Value) -> None:
+        """An Add stays behind the product: ONNX Runtime makes one of them when the session loads."""
+        if linear.node.op_type == "Gemm" and linear.output is linear.node.outputs[0] and linear.bias is not None:
+            (product,) = add_node(linear.node, "Add", [product, linear.node.inputs[2]])
+        replace(linear.node.outputs[0], product)
+
+    def table(self, node: ir.Node) -> str | None:
+        table, array = node.inputs[0], array_of(node.inputs[0])
+        assert table is not None and array is not None
+        if array.ndim != 2 or node.attributes.get_int("axis", 0) != 0:
+            return "not a float table that is looked up by rows"
+        if (reason := self.left(array)) is not None:
+            return reason
+        values, scale, zero = self.stored(table, array, True)
+        whole = add_initializer(self.graph, "rows", np.array([len(array), -1]))
+        (rows,) = add_node(node, "Reshape", [values, whole])  # what MatMulNBits reads in blocks, as rows
+        inputs = [rows, node.inputs[1], scale, *([] if zero is None else [zero])]
+        axes = self.attributes({"gather_axis": 0, "quantize_axis": 1})
+        (out,) = add_node(node, "com.microsoft::GatherBlockQuantized", inputs, axes)
+        if array.shape[1] % self.options.block_size:
+            first, end, last = (
+                add_initializer(self.graph, name, np.array([at]))
+                for name, at in (("first", 0), (f"width.{array.shape[1]}", array.shape[1]), ("last", -1))
+            )
+            (out,) = add_node(node, "Slice", [out, first, end, last])
+        replace(node.outputs[0], out)
+        return None
+
+    def attributes(self, others: dict[str, int]) -> dict[str, ir.Attr]:
+        numbers = others | {"bits": self.options.bits, "block_size": self.options.block_size}
+        return {name: ir.AttrInt64(name, number) for name, number in numbers.items()}
+
+    def left(self, weight: np.ndarray) -> str | None:
+        """Why a weight [N, K] stays as it is."""
+        if weight.dtype != np.float32:
+            return f"its weight is {weight.dtype}, not float32"
+        after = stored_bytes(weight.shape, self.options.bits, self.options.block_size, self.options.symmetric)
+        return f"{weight.nbytes} bytes, would be {after}" if after >= weight.nbytes else None
+
+    def stored(self, value: ir.Value, weight: np.ndarray, by_rows: bool) -> Stored:
+        """Blocks [N, blocks, bytes], scales and zero points of a weight [N, K], made once for all who read it."""
+        if (value, by_rows) not in self.made:
+            bits, symmetric = self.options.bits, self.options.symmetric
+            check_finite(value, weight, bits)
+            # Older releases read a table's zero points wrongly where a row has an odd number of them.
+            looked_up = any(use.node.op_type == "Gather" for use in value.uses())
+            odd = -(-weight.shape[1] // self.options.block_size) % 2 == 1
+            symmetric = symmetric or (bits == 4 and looked_up and odd)
+            blocks = quantize(weight, bits, self.options.block_size, symmetric, self.options.method)
+            name = _plain_name(value) or "weight"
+            self.made[value, by_rows] = (
+                add_initializer(self.graph, f"{name}.int{bits}", blocks.values),
+                add_initializer(self.graph, f"{name}.scale", blocks.scale),
+                None if blocks.zero is None else add_initializer(self.graph, f"{name}.zero", blocks.zero),
+            )
+        return self.made[value, by_rows]
