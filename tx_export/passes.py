@@ -8,7 +8,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -40,9 +41,12 @@ class Coverage:
     done: int
     of: int
     left: tuple[Left, ...] = ()
+    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of pruned layers, by number: the heads that stay
+    repeat: str = ""  # options with which the pass makes the same choice without measuring; empty: those it has
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"left": [dataclasses.asdict(left) for left in self.left]}
+        """What the manifest holds of it."""
+        return {"done": self.done, "of": self.of, "left": [dataclasses.asdict(left) for left in self.left]}
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Context:
     open: Callable[[ir.Model], Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]]  # a session on the target
     seed: int = 0
     provider: str = "cpu"
+    probes: Sequence[Mapping[str, np.ndarray]] = ()  # any inputs that the module takes: to compare, not to choose by
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class Pass:
     def parse(cls, text: str) -> Self:
         """Read `key=value, key=value`; PluginError names an unknown key, or a value of the wrong type."""
         given: dict[str, Any] = {}
-        for item in filter(None, (part.strip() for part in text.split(","))):
+        # A comma that no key follows belongs to the value before it.
+        for item in filter(None, (part.strip() for part in re.split(r",(?=[^,]*=|\s*$)", text))):
             key, equals, value = (part.strip() for part in item.partition("="))
             option = cls.options().get(key)
             if option is None or not equals:
@@ -145,6 +151,22 @@ class Pipeline:
             name + str(item).removeprefix(item.name()) for name, item in zip(typed, self.passes, strict=True)
         )
 
+    def run_module(
+        self, module: nn.Module, context: Context, asked: Iterable[str], after: Callable[[Pass, Coverage], None]
+    ) -> tuple[nn.Module, Self]:
+        """Run the module passes; returns the changed copy, and the pipeline that repeats it without measuring."""
+        repeating = list(self.passes)
+        for index, item in enumerate(self.passes):
+            if not isinstance(item, ModulePass):
+                continue
+            with _named(item):
+                module, coverage = dataclasses.replace(item, context=context).apply(module)
+            if not coverage.done and item.name() in asked:
+                raise _unchanged(item, coverage)
+            repeating[index] = type(item).parse(coverage.repeat) if coverage.repeat else item
+            after(item, coverage)
+        return module, dataclasses.replace(self, passes=tuple(repeating))
+
     def run_graph(
         self, model: ir.Model, context: Context, asked: Iterable[str], after: Callable[[Pass, Outcome], None]
     ) -> None:
@@ -152,25 +174,29 @@ class Pipeline:
         for item in self.passes:
             if not isinstance(item, GraphPass):
                 continue
-            outcome = _applied(dataclasses.replace(item, context=context), model)
+            with _named(item):
+                outcome = dataclasses.replace(item, context=context)(model)
             if not isinstance(outcome, Outcome):
                 raise PassError(f"pass {item.name()} returned {type(outcome).__name__}, not an Outcome")
             if not outcome.modified and item.name() in asked:
-                reasons = "; ".join(f"{left.name}: {left.reason}" for left in outcome.coverage.left[:3])
-                raise PassError(
-                    f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else "; leave it out")
-                )
+                raise _unchanged(item, outcome.coverage)
             after(item, outcome)
 
 
-def _applied(item: GraphPass, model: ir.Model) -> ir.passes.PassResult:
+@contextmanager
+def _named(item: Pass) -> Iterator[None]:
     try:
-        return item(model)
+        yield
     except TxExportError:
         raise
     except Exception as error:  # a user's pass may raise anything
         cause = error.__cause__ or error
         raise PassError(f"pass {item.name()} raised {type(cause).__name__}: {cause}") from error
+
+
+def _unchanged(item: Pass, coverage: Coverage) -> PassError:
+    reasons = "; ".join(f"{left.name}: {left.reason}" for left in coverage.left[:3])
+    return PassError(f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else "; leave it out"))
 
 
 def _format_value(value: object) -> str:

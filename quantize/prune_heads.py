@@ -1,0 +1,101 @@
+"""Remove attention heads: their rows of query, key and value, and their columns of the output product.
+
+The module that is left computes what the whole one does with the outputs of these heads set to zero, which is proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from tx_export.errors import PassError
+from tx_export.passes import Coverage, Left, ModulePass
+from tx_export.quantize._heads import attentions, heads_of, refusal, without_heads
+from tx_export.quantize._units import Numbers, check_options, least_important, prove, rounded
+
+__all__ = ["PruneHeads"]
+
+
+@dataclass(frozen=True)
+class PruneHeads(ModulePass):
+    """A share of all heads, the least important first, one of each layer stays; or heads by hand, even all of a layer.
+
+    Layers are numbered in the order in which the module holds them, from 0.
+    """
+
+    ratio: float = 0.0  # of all heads, rounded to the nearest whole number, halves up
+    heads: str = ""  # LAYER:HEAD,...;LAYER:..., instead of those that the ratio leads to
+    importance: str = "gradient"  # of the outputs, by calibration text (norm where there is none), or norm of weights
+
+    def __post_init__(self) -> None:
+        check_options(self.ratio, self.heads, self.importance)
+        _read(self.heads)
+
+    def apply(self, module: nn.Module) -> tuple[nn.Module, Coverage]:
+        layers = attentions(module)
+        names = list(layers)
+        refused = {name: reason for name, layer in layers.items() if (reason := refusal(layer)) is not None}
+        if not layers.keys() - refused.keys():
+            raise PassError(f"prune_heads: {_nothing(module, refused)}")
+        units = heads_of(module)
+        total = sum(each.count for each in units)
+        asked = rounded(self.ratio, total)
+        removed = self._by_hand(module, refused) if self.heads else self._by_ratio(module, asked)
+        pruned = without_heads(module, removed)
+        prove(module, pruned, heads_of, [removed.get(each.name, ()) for each in units], self)
+        done = sum(map(len, removed.values()))
+        left = [Left(name, reason) for name, reason in refused.items()]
+        if self.ratio and done < asked:
+            left.append(Left("heads", f"{asked} of {total} were asked for, {done} removed: a layer keeps one"))
+        kept = {
+            names.index(each.name): tuple(head for head in range(each.count) if head not in removed.get(each.name, ()))
+            for each in units
+        }
+        text = ";".join(f"{names.index(name)}:{','.join(map(str, heads))}" for name, heads in removed.items() if heads)
+        repeat = f"ratio={self.ratio}, heads={text}, importance={self.importance}" if text else ""
+        return pruned, Coverage(done, total, tuple(left), kept=tuple(sorted(kept.items())), repeat=repeat)
+
+    def _by_ratio(self, module: nn.Module, asked: int) -> dict[str, Numbers]:
+        found = least_important(module, heads_of, asked, self.importance, self)
+        return {each.name: numbers for each, numbers in zip(heads_of(module), found, strict=True)}
+
+    def _by_hand(self, module: nn.Module, refused: Mapping[str, str]) -> dict[str, Numbers]:
+        layers = list(attentions(module).items())
+        removed: dict[str, Numbers] = {}
+        for number, heads in _read(self.heads).items():
+            if number >= len(layers):
+                raise PassError(f"prune_heads: layer {number} is not there; the layers are 0 to {len(layers) - 1}")
+            name, layer = layers[number]
+            if name in refused:
+                raise PassError(f"prune_heads: layer {number} ({name}): {refused[name]}")
+            if heads[-1] >= layer.num_heads:
+                raise PassError(
+                    f"prune_heads: layer {number} has no head {heads[-1]}; its heads are 0 to {layer.num_heads - 1}"
+                )
+            removed[name] = heads
+        return removed
+
+
+def _nothing(module: nn.Module, refused: Mapping[str, str]) -> str:
+    for name, reason in refused.items():
+        return f"no layer can lose heads; {name}: {reason}"
+    return (
+        f"{type(module).__name__} has no attention of ours and no nn.MultiheadAttention; "
+        "which weights belong to a head of attention that is written by hand is not known"
+    )
+
+
+def _read(text: str) -> dict[int, Numbers]:
+    """`0:1,3;2:0` as {0: (1, 3), 2: (0,)}; ValueError shows the form."""
+    found: dict[int, Numbers] = {}
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        layer, _, listed = item.partition(":")
+        heads = [head.strip() for head in listed.split(",")]
+        if not all(number.isdecimal() for number in (layer.strip(), *heads)):
+            raise ValueError(f"heads: {item!r} is not LAYER:HEAD,..., say 0:1,3;2:0")
+        if int(layer) in found or len({*heads}) < len(heads):
+            raise ValueError(f"heads: {item!r} gives a layer or a head twice")
+        found[int(layer)] = tuple(sorted(map(int, heads)))
+    return found
