@@ -14,6 +14,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from tx_export import plugins, runtime
+from tx_export._emulation import emulated
 from tx_export._manifest import describe, report, samples
 from tx_export._sources import source_of
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
@@ -150,7 +151,8 @@ def _context(model: EagerModel, split: Split, options: BuildOptions, settings: M
     return Context(
         module=model.module,
         feeds=text_feeds(model, split.choosing) if model.text is not None else (),
-        open=lambda graph: open_graph(graph, settings),
+        # Where the CPU stands in for another provider, half precision is rounded as that one does.
+        open=lambda graph: open_graph(graph if options.provider == "cpu" else emulated(graph), settings),
         provider=options.provider,
     )
 

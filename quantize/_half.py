@@ -1,0 +1,131 @@
+"""From float32 to a half precision: which nodes stay, what their neighbours read, and every weight stored once.
+
+A node of float32 either becomes half as a whole, or stays with a reason. Where the two meet stands one Cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from tx_export._graph import array_of
+from tx_export.errors import PassError
+from tx_export.passes import Context, Coverage, Left, Outcome
+from tx_export.quantize._half_fills import bring_fills_into_range
+from tx_export.quantize._half_ranges import Ranges, measured
+from tx_export.quantize._half_rules import kept_nodes
+from tx_export.quantize._half_types import Half, computes, fill_in_types
+
+__all__ = ["to_half"]
+
+_INTEGER = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "QAttention")
+
+
+def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None) -> Outcome:
+    """Convert the graph in place; nodes inside of control flow stay. PassError where it computes in 8 bits already."""
+    graph = model.graph
+    quantized = next((node for node in graph.all_nodes() if node.op_type in _INTEGER), None)
+    if quantized is not None:
+        raise PassError(
+            f"{half.name}: the graph has {quantized.op_type}, so an 8-bit pass ran before; each of its products would "
+            "stand between casts; choose one of the two"
+        )
+    fill_in_types(graph)
+    nodes = [node for node in graph if computes(node)]
+    ranges = _ranges(model, context)
+    kept = kept_nodes(graph, half, ranges)
+    lowered = {node for node in nodes if node not in kept}
+    if not any(_multiplies(node) for node in lowered):
+        lowered.clear()  # nothing would be smaller or faster
+    bring_fills_into_range(graph, lowered)
+    if lowered:
+        _lower(graph, half.dtype, lowered, keep_io)
+    RemoveUnusedNodesPass()(model)
+    left = tuple(Left(node.outputs[0].name or node.op_type, reason) for node, reason in kept.items())
+    return Outcome(model, bool(lowered), Coverage(len(lowered), len(nodes), left), subject="quantized")
+
+
+def _ranges(model: ir.Model, context: Context | None) -> Ranges:
+    """Of the graph with its fills in range: how far they reach is no matter of what the model computes."""
+    if context is None or not context.feeds:
+        return Ranges()
+    copy = model.clone()
+    bring_fills_into_range(copy.graph, set(copy.graph))
+    return measured(copy, context)
+
+
+def _multiplies(node: ir.Node) -> bool:
+    return any(array_of(value) is not None for value in node.inputs)
+
+
+def _lower(graph: ir.Graph, half: ir.DataType, lowered: Collection[ir.Node], keep_io: bool) -> None:
+    produced = [value for node in graph for value in node.outputs if value.dtype == ir.DataType.FLOAT]
+    inputs = [value for value in graph.inputs if value.dtype == ir.DataType.FLOAT]
+    initializers = [value for value in graph.initializers.values() if value.dtype == ir.DataType.FLOAT]
+    for node in lowered:
+        _lower_attributes(node, half)
+    for value in initializers:
+        if any(use.node in lowered for use in value.uses()) and not value.is_graph_input():
+            _store(value, half)
+    for value in produced:
+        if value.producer() in lowered:
+            value.dtype = half
+    for value in inputs if not keep_io else ():
+        value.dtype = half
+    for value in (*produced, *inputs, *initializers):
+        _connect(graph, value, half, lowered)
+    wanted = ir.DataType.FLOAT if keep_io else half
+    for index, value in enumerate(graph.outputs):
+        if value.dtype in (half, ir.DataType.FLOAT) and value.dtype != wanted:
+            _cast_output(graph, index, wanted)
+
+
+def _lower_attributes(node: ir.Node, half: ir.DataType) -> None:
+    """What an operator makes by an attribute: the type of a cast, and the values of constants."""
+    to = node.attributes.get("to")
+    if node.op_type == "Cast" and to is not None and to.as_int() == ir.DataType.FLOAT:
+        node.attributes["to"] = ir.AttrInt64("to", half)
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == ir.DataType.FLOAT:
+            narrow = ir.tensor(attribute.as_tensor().numpy().astype(half.numpy()))
+            node.attributes[name] = ir.AttrTensor(name, narrow)
+
+
+def _store(value: ir.Value, half: ir.DataType) -> None:
+    array = array_of(value)
+    assert array is not None
+    value.const_value = ir.tensor(array.astype(half.numpy()), name=value.name)
+    value.dtype = half
+
+
+def _connect(graph: ir.Graph, value: ir.Value, half: ir.DataType, lowered: Collection[ir.Node]) -> None:
+    """Let each reader have the value in its own precision: one cast for all that read the other one."""
+    has_half = value.dtype == half
+    others = [use for use in value.uses() if (use.node in lowered) != has_half]
+    if not others:
+        return
+    cast = _cast(graph, value, ir.DataType.FLOAT if has_half else half)
+    for use in others:
+        use.node.replace_input_with(use.idx, cast)
+
+
+def _cast(graph: ir.Graph, value: ir.Value, to: ir.DataType) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": int(to)})
+    producer = value.producer()
+    if producer is not None:
+        graph.insert_after(producer, node)
+    else:
+        graph.insert_before(graph[0], node)
+    out = node.outputs[0]
+    out.dtype, out.shape = to, value.shape
+    return out
+
+
+def _cast_output(graph: ir.Graph, index: int, to: ir.DataType) -> None:
+    value = graph.outputs[index]
+    name, value.name = value.name, f"{value.name}.inner"
+    out = _cast(graph, value, to)
+    out.name = name
+    graph.outputs[index] = out

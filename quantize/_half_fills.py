@@ -1,0 +1,74 @@
+"""Numbers that hide scores from a softmax: -1e9 and the like, brought to where every half precision adds them safely.
+
+e^-4096 is 0 in any precision, and a few masks and a score together stay in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+
+from tx_export._graph import add_initializer, array_of
+
+__all__ = ["bring_fills_into_range", "is_fill"]
+
+_FILL = 4096.0
+_KEYS = 10000.0  # what ONNX Runtime's attention adds to hidden keys by default
+# What may stand between a fill and the softmax: each keeps the number, adds to it, or chooses.
+_ON_THE_WAY = {
+    "Add", "Cast", "Clip", "Concat", "Expand", "Gather", "Identity", "Max", "Min", "Mul", "Reshape", "Slice",
+    "Softmax", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+}  # fmt: skip
+_BIAS = {"Attention": (3, 5), "MultiHeadAttention": (5,), "GroupQueryAttention": (10,)}  # of scores, by operator
+
+
+def bring_fills_into_range(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
+    """Shorten the fills that `nodes` read; infinite ones stay, which half precisions have too."""
+    for value in list(graph.initializers.values()):
+        if is_fill(value):
+            _shorten(graph, value, nodes)
+    for node in nodes:
+        filler = node.attributes.get("mask_filter_value")
+        if filler is not None and abs(filler.as_float()) > _KEYS:
+            node.attributes["mask_filter_value"] = ir.AttrFloat32("mask_filter_value", -_KEYS)
+
+
+def is_fill(value: ir.Value) -> bool:
+    """Whether it is a constant with large finite numbers that do nothing but hide scores."""
+    array = array_of(value)
+    if array is None or value.dtype != ir.DataType.FLOAT:
+        return False
+    return bool((np.abs(array[np.isfinite(array)]) > _FILL).any()) and _only_hides(value)
+
+
+def _only_hides(value: ir.Value) -> bool:
+    """Whether the value ends in softmaxes and in biases of attention, and nowhere else."""
+    seen: set[ir.Value] = set()
+    todo, hides = [value], False
+    while todo:
+        each = todo.pop()
+        if each.is_graph_output():
+            return False
+        for use in each.uses():
+            node, index = use.node, use.idx
+            if node.op_type == "Softmax" or (node.op_type in _BIAS and index in _BIAS[node.op_type]):
+                hides = True
+            elif node.op_type not in _ON_THE_WAY or node.graph is not value.graph:
+                return False
+            else:
+                todo += [output for output in node.outputs if output not in seen]
+                seen.update(node.outputs)
+    return hides
+
+
+def _shorten(graph: ir.Graph, value: ir.Value, nodes: Collection[ir.Node]) -> None:
+    uses = [use for use in value.uses() if use.node in nodes]
+    array = array_of(value)
+    if uses and array is not None:
+        finite = np.isfinite(array)
+        near = np.where(finite, np.clip(array, -_FILL, _FILL), array).astype(np.float32)
+        short = add_initializer(graph, f"{value.name}.fill", near)
+        for use in uses:
+            use.node.replace_input_with(use.idx, short)

@@ -1,0 +1,36 @@
+"""bfloat16: half the bytes and the range of float32, with 8 bits of mantissa; for GPUs.
+
+The CPU provider has no bfloat16 arithmetic: a build for cpu is refused, and one for cuda is verified by an emulation
+that rounds every weight and result to bfloat16 and computes in float32, as a GPU's matrix units do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from tx_export.errors import PassError
+from tx_export.passes import GraphPass, Outcome
+from tx_export.quantize._half import to_half
+from tx_export.quantize._half_types import BFLOAT16
+
+__all__ = ["Bfloat16"]
+
+
+@dataclass(frozen=True)
+class Bfloat16(GraphPass):
+    """As float16, with nothing out of range but infinities."""
+
+    keep_io: bool = True  # inputs and outputs stay float32
+
+    budget: ClassVar[str | None] = "sqnr_db=22"  # 18 dB, three bits, fewer than float16
+
+    def call(self, model: ir.Model) -> Outcome:
+        if self.context is not None and self.context.provider == "cpu":
+            raise PassError(
+                "bfloat16: ONNX Runtime's CPU provider has no bfloat16 arithmetic, so the file would not load; "
+                "build for --provider cuda, or take float16 or dynamic_int8"
+            )
+        return to_half(model, BFLOAT16, self.keep_io, self.context)
