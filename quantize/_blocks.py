@@ -49,8 +49,9 @@ def quantize(weight: Array, bits: int, block_size: int, symmetric: bool, method:
 
 def _part(weight: Array, bits: int, block_size: int, symmetric: bool, method: str) -> tuple[Array, Array, Array]:
     blocks = -(-weight.shape[1] // block_size)
-    padded = np.pad(weight, ((0, 0), (0, blocks * block_size - weight.shape[1])))
-    blocked = padded.reshape(len(weight), blocks, block_size)
+    blocked = np.zeros((len(weight), blocks * block_size), np.float32)
+    blocked[:, : weight.shape[1]] = weight
+    blocked = blocked.reshape(len(weight), blocks, block_size)
     scale, zero = METHODS[method](blocked, bits, symmetric)
     values = _nearest(blocked, (scale, zero), bits).astype(np.uint8)
     return _packed(values, bits), scale[..., 0], _packed(zero[..., 0].astype(np.uint8), bits)

@@ -5,6 +5,7 @@ w = scale (q - zero) with a scale, and a zero point unless symmetric, for each b
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Blockwise(GraphPass):
     accuracy_level: int = 4  # 4: activations in 8 bits for each block, up to 5 times faster; 0 and 1: in float32
     method: str = "hqq"  # 0.3 dB better than "round"
     embeddings: bool = True  # tables too; needs ONNX Runtime 1.23
-    exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by spaces
+    exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by commas
 
     @property
     def budget(self) -> str:  # type: ignore[override]
@@ -53,7 +54,7 @@ class Blockwise(GraphPass):
         done = 0
         rewrite = _Rewrite(model.graph, self)
         nodes = list(_candidates(model.graph, self.embeddings))
-        excluded = _excluded(nodes, self.exclude.split())
+        excluded = _excluded(nodes, [name.strip() for name in self.exclude.split(",") if name.strip()])
         for node in nodes:
             weight = _weight_of(node)
             array = array_of(weight)
@@ -75,9 +76,12 @@ _ALLOWED: dict[str, Sequence[object]] = {
 
 
 def _candidates(graph: ir.Graph, embeddings: bool) -> Iterator[ir.Node]:
-    yield from (node for node in graph if (node.domain, node.op_type) in _PRODUCTS)
-    if embeddings:
-        yield from (node for node in graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None)
+    """Products, and behind them lookups: all, or those of tables that a product reads too."""
+    products = [node for node in graph if (node.domain, node.op_type) in _PRODUCTS]
+    shared = {_weight_of(node) for node in products}
+    yield from products
+    lookups = [node for node in graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None]
+    yield from (node for node in lookups if embeddings or node.inputs[0] in shared)
 
 
 def _weight_of(node: ir.Node) -> ir.Value | None:
@@ -97,8 +101,8 @@ def _excluded(nodes: Sequence[ir.Node], asked: Sequence[str]) -> set[ir.Value | 
     chosen = {name: [w for w, full in weights.items() if f"{full}.".startswith(f"{name}.")] for name in asked}
     for name, found in chosen.items():
         if not found:
-            known = ", ".join(sorted(set(weights.values())))
-            raise PassError(f"exclude: no weight or module is named {name!r}; known weights: {known}")
+            near = ", ".join(difflib.get_close_matches(name, set(weights.values()), n=5, cutoff=0))
+            raise PassError(f"exclude: no weight or module is named {name!r}; nearest weights: {near or 'none'}")
     return {weight for found in chosen.values() for weight in found}
 
 
@@ -121,12 +125,9 @@ class _Rewrite:
         linear = linear_at(node)
         if isinstance(linear, str):
             return linear
-        k, n = linear.weight.shape
-        reason = self.left(linear.weight.T)
-        if linear.x.shape is not None and len(linear.x.shape) < 2:
-            reason = "its input is a vector"
-        if reason is not None:
+        if (reason := self.left(linear.weight.T)) is not None:
             return reason
+        k, n = linear.weight.shape
         values, scale, zero = self.stored(linear.weight_value, linear.weight.T, linear.turned)
         inputs = [linear.x, values, scale, *([] if zero is None else [zero])]
         sizes = {"K": k, "N": n, "accuracy_level": self.options.accuracy_level}
@@ -145,6 +146,8 @@ class _Rewrite:
         assert table is not None and array is not None
         if array.ndim != 2 or node.attributes.get_int("axis", 0) != 0:
             return "not a float table that is looked up by rows"
+        if not self.options.embeddings:
+            return f"embeddings=false: its {array.nbytes} bytes stand beside the blocks of its product"
         if (reason := self.left(array)) is not None:
             return reason
         values, scale, zero = self.stored(table, array, True)
