@@ -93,7 +93,8 @@ def invariance(step: str, model: EagerModel, runner: Runner, found: Sequence[Tri
         for spec in model.outputs:
             alone = np.atleast_1d(answers[trial.alone][spec.name])
             changed = np.atleast_1d(trial.find(spec, answers[trial.changed][spec.name]))
-            meter.add(alone, changed, case=str(trial.changed))
+            if alone.shape == changed.shape:  # as many as there are rows: not where values decide
+                meter.add(alone, changed, case=str(trial.changed))
     results = {cause: meter.result() for cause, meter in meters.items()}
     return Invariance(results.get("padding"), results.get("batch"))
 

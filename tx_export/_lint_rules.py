@@ -59,6 +59,11 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
         "`{code}` gives NaN where a row of the mask is empty",
         "fill with torch.finfo(x.dtype).min instead of -inf, which softmax turns into finite weights",
     ),
+    "nan-weights": (
+        "warning",
+        "`{code}` gives NaN where a row of the mask is empty",
+        "pass need_weights=False, with which torch gives such a row zeros",
+    ),
     "unsupported": (
         "error",
         "`{code}` needs {detail}, for which the exporter has no ONNX operators",

@@ -130,4 +130,7 @@ def _empty_rows(model: EagerModel, module: nn.Module, inputs: Sequence[Tensor]) 
     answer, notes = watched(lambda: _run(module, emptied), module_paths(module))
     if any(bool(value.isnan().any()) for value in answer):
         fills = notes.of("infinite-fill") or dict(list(notes.of("nan").items())[:1])
-        yield from (finding("nan", place) for place in fills)
+        parts = dict(_users(module).named_modules())
+        for place in fills:
+            stock = isinstance(parts.get(place.module), nn.MultiheadAttention)
+            yield finding("nan-weights" if stock else "nan", place)

@@ -251,3 +251,15 @@ def test_outputs_that_are_equal_keep_their_names_and_their_own_values() -> None:
     assert set(found) == {"y", "z", "w"}
     assert all((array == -x).all() for array in found.values())
     assert not FoldConstants()(model).modified
+
+
+def test_a_number_near_zero_is_no_zero() -> None:
+    model = graph_from_text(
+        """
+        <ir_version: 8, opset_import: ["" : 18]>
+        g (float[n] x) => (float[n] y) <float tiny = {1e-9}> { safe = Add (x, tiny) y = Div (x, safe) }
+        """
+    )
+    FoldConstants()(model)
+    # Reference: by hand; 0 / 1e-9 is 0, and 0 / 0 would be NaN.
+    assert np.array_equal(run_graph(model, {"x": np.array([0, 1], np.float32)})["y"], [0, 1])

@@ -111,6 +111,12 @@ def test_reshapes_of_reshapes_are_one() -> None:
     assert Chain(["b", "t", 24]).reshape("b", "t", 4, 6).unsqueeze(1).reshape("b", "t", 12, 2).merged() == ["Reshape"]
 
 
+def test_a_target_that_copies_sizes_of_its_input_is_written_anew() -> None:
+    chain = Chain(["b", "t", 24]).reshape("b*t", 24)
+    chain.add("Reshape", [np.array([0, 3, 8], np.int64)], ["b*t", 3, 8])
+    assert chain.merged() == ["Reshape"]
+
+
 def test_every_second_channel_is_no_range() -> None:
     chain = Chain(["b", "t", 24]).reshape("b", "t", 12, 2).take(3, 1)
     assert chain.merged() == ["Reshape", "Gather"]

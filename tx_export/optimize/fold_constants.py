@@ -10,10 +10,12 @@ from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
     DeduplicateInitializersPass,
     IdentityEliminationPass,
+    InlinePass,
     LiftConstantsToInitializersPass,
     RemoveUnusedNodesPass,
+    RemoveUnusedOpsetsPass,
 )
-from onnxscript.optimizer import optimize_ir
+from onnxscript.optimizer import fold_constants_ir
 
 from tx_export._graph import add_initializer, array_of
 from tx_export.passes import Coverage, GraphPass, Outcome
@@ -29,7 +31,16 @@ class FoldConstants(GraphPass):
 
     def call(self, model: ir.Model) -> Outcome:
         before, ends = _shape_of(model), [value.name for value in model.graph.outputs]
-        optimize_ir(model, input_size_limit=_FOLDED_BYTES, output_size_limit=_FOLDED_BYTES, should_fold=_not_a_weight)
+        InlinePass()(model)
+        # Without onnxscript's rewrite rules, which take any number below 1e-8 for zero.
+        fold_constants_ir(
+            model,
+            onnx_shape_inference=True,
+            input_size_limit=_FOLDED_BYTES,
+            output_size_limit=_FOLDED_BYTES,
+            should_fold=_not_a_weight,
+        )
+        RemoveUnusedOpsetsPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         DeduplicateInitializersPass(size_limit=1 << 62)(model)
         CommonSubexpressionEliminationPass()(model)

@@ -48,9 +48,21 @@ def _shortened(graph: ir.Graph, value: ir.Value) -> bool:
         if (order := view.permutation()) is not None:
             return _replaced(value, add_node(node, "Transpose", [base], {"perm": ir.AttrInt64s("perm", order)})[0])
         if view.is_order_kept() and node.op_type == "Reshape":
-            node.replace_input_with(0, base)
-            return True
+            return _reshaped(graph, node, base)
     return False
+
+
+def _reshaped(graph: ir.Graph, node: ir.Node, base: ir.Value) -> bool:
+    """Let a Reshape read `base`; a 0 in a target means the size that its input has there, so it is written anew."""
+    before, after = list(base.shape or ()), list(node.outputs[0].shape or ())
+    kept = [axis < len(before) and before[axis] == size for axis, size in enumerate(after)]
+    target = [size if isinstance(size, int) else 0 if same else -1 for size, same in zip(after, kept, strict=True)]
+    if target.count(-1) <= 1:
+        node.replace_input_with(1, add_initializer(graph, "view.shape", np.array(target)))
+    elif array_of(node.inputs[1]) is not None:
+        return False
+    node.replace_input_with(0, base)
+    return True
 
 
 def _is_free(value: ir.Value, base: ir.Value) -> bool:
