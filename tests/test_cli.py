@@ -79,6 +79,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         task: str | None
         inputs: tuple[str, ...]
         quantize: str | None
+        prune_heads: str | None
         passes: str | None
         calibrate: Path | None
         evaluate: Path | None
@@ -137,6 +138,7 @@ def test_the_version_is_the_package_s(call: Call) -> None:
         (["build", "--max-length", "0"], "0 is not in the range x>=1"),
         (["build", "--calibrate", "missing.txt"], "'missing.txt' does not exist"),
         (["build", "--passes", "gelu", "--quantize", "none"], "--passes is the whole pipeline"),
+        (["build", "--passes", "gelu", "--prune-heads", "0.5"], "can't stand beside --quantize or --prune-heads"),
         (["run"], "Missing argument 'ARTIFACT'"),
         (["run", "missing"], "'missing' does not exist"),
         (["bench", ".", "--batch", "1,zero"], "'1,zero' is not a list of positive numbers, say 1,8"),
@@ -157,7 +159,8 @@ def test_build_hands_over_every_option(call: Call, compiler: ModuleType, tmp_pat
     text = tmp_path / "text.txt"
     text.write_text("a line\n")
     given = "--size medium --set num_layers=2 --set d_ff=64 --weights random:3 --task fill-mask --quantize none"
-    given += " --budget sqnr_db=20 --max-length 64 --provider cuda --target-ort 1.24 --ops standard --force"
+    given += " --prune-heads 0:1,3;2:0 --budget sqnr_db=20 --max-length 64 --provider cuda --target-ort 1.24"
+    given += " --ops standard --force"
     files = ["--calibrate", str(text), "--eval", str(text), "--output", "there", "--input", "x:float32[batch]"]
     assert call("build", "classifier", *given.split(), *files).code == 0
     assert vars(compiler.options) == {
@@ -168,6 +171,7 @@ def test_build_hands_over_every_option(call: Call, compiler: ModuleType, tmp_pat
         "task": "fill-mask",
         "inputs": ("x:float32[batch]",),
         "quantize": "none",
+        "prune_heads": "0:1,3;2:0",
         "passes": None,
         "calibrate": text,
         "evaluate": text,

@@ -60,6 +60,7 @@ def describe(
         "fused": _fused(graph, changed).to_json(),
         "quantized": changed.get("quantized", nothing).to_json(),
         "pruned": changed.get("pruned", nothing).to_json(),
+        "kept_heads": {str(layer): list(heads) for layer, heads in changed.get("pruned", nothing).kept},
         "session": {provider.__class__.__module__.rpartition(".")[2]: provider.session()},
         "verification": verification,
         "verified_on": {"provider": "cpu", "instruction_sets": _instruction_sets()},
@@ -180,7 +181,8 @@ def _error_table(verification: Mapping[str, Any]) -> list[str]:
         "| pass | judged by | output | max abs | SQNR dB | least cosine | agreement |",
     ]
     rows.append("|---|---|---|---|---|---|---|")
-    for record in verification["passes"]:
+    whole = [verification["whole"] | {"pass": "against the whole model"}] if "whole" in verification else []
+    for record in (*verification["passes"], *whole):
         for name, metrics in record["outputs"].items():
             cells = [_number(metrics[key]) for key in ("max_abs", "sqnr_db", "cosine", "agreement")]
             rows.append(f"| {record['pass']} | {record['kind']}: {record['budget']} | {name} | {' | '.join(cells)} |")
@@ -200,6 +202,8 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
         if counted["of"]:
             lines.append(f"- {subject}: {counted['done']} of {counted['of']}")
             lines += [f"  - left: {left['name']} ({left['reason']})" for left in counted["left"]]
+    kept = [f"{layer}: {', '.join(map(str, heads)) or 'none'}" for layer, heads in manifest["kept_heads"].items()]
+    lines += [f"- heads that each layer keeps: {'; '.join(kept)}"] if kept else []
     lines += ["", f"Passes: `{manifest['pipeline']}`", ""]
     if manifest["batch_dependent"]:
         isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()

@@ -37,7 +37,8 @@ def program() -> None:
     "--input", "inputs", metavar="SPEC", multiple=True, help="NAME:DTYPE[DIM,...]{LO..HI} of a module; repeat."
 )
 @click.option("--quantize", metavar="PASS|none", help="Default: dynamic_int8 for cpu, none for cuda.")
-@click.option("--passes", metavar="TEXT", help="The whole pipeline, instead of --quantize.")
+@click.option("--prune-heads", metavar="SPEC", help="A ratio of all heads, or LAYER:HEAD,...;LAYER:...")
+@click.option("--passes", metavar="TEXT", help="The whole pipeline, instead of --quantize and --prune-heads.")
 @click.option("--calibrate", type=_arguments.FILE, help="Text for choices and for measuring drift, one a line.")
 @click.option("--eval", "evaluate", type=_arguments.FILE, help="Labelled text, for the accuracy budget.")
 @click.option("--budget", metavar="KEY=X,...", help="max_abs, sqnr_db, cosine, agreement, accuracy, invariance_db.")
@@ -55,16 +56,16 @@ def program() -> None:
 @_arguments.debug
 def build(
     source: str | None, size: str, settings: dict[str, str], weights: str | None, task: str | None,
-    inputs: tuple[str, ...], quantize: str | None, passes: str | None, calibrate: Path | None, evaluate: Path | None,
-    budget: str | None, max_length: int | None, provider: str, target_ort: str | None,
-    ops: Literal["fused", "standard"], output: Path | None, force: bool, as_json: bool,
+    inputs: tuple[str, ...], quantize: str | None, prune_heads: str | None, passes: str | None,
+    calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None, provider: str,
+    target_ort: str | None, ops: Literal["fused", "standard"], output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Build an artifact from SOURCE: a built-in name, a checkpoint folder, file.py:NAME or package.module:NAME.
 
     Without SOURCE, the shipped sentiment classifier.
     """
-    if passes is not None and quantize is not None:
-        raise click.UsageError("--passes is the whole pipeline; it can't stand beside --quantize")
+    if passes is not None and (quantize, prune_heads) != (None, None):
+        raise click.UsageError("--passes is the whole pipeline; it can't stand beside --quantize or --prune-heads")
     from tx_export.artifact import check_target
 
     if output is not None:
@@ -73,8 +74,8 @@ def build(
 
     options = compiler.BuildOptions(
         source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, quantize=quantize,
-        passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget, max_length=max_length,
-        provider=provider, target_ort=target_ort, ops=ops, output=output, force=force,
+        prune_heads=prune_heads, passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget,
+        max_length=max_length, provider=provider, target_ort=target_ort, ops=ops, output=output, force=force,
     )  # fmt: skip
     with _console.working() as progress:
         folder = compiler.build(options, progress)

@@ -44,6 +44,11 @@ class Coverage:
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of pruned layers, by number: the heads that stay
     repeat: str = ""  # options with which the pass makes the same choice without measuring; empty: those it has
 
+    def plus(self, other: Coverage) -> Coverage:
+        """Of two passes with one subject; what stays is told by the later one that tells it."""
+        left = (*self.left, *other.left)
+        return Coverage(self.done + other.done, self.of + other.of, left, other.kept or self.kept)
+
     def to_json(self) -> dict[str, Any]:
         """What the manifest holds of it."""
         return {"done": self.done, "of": self.of, "left": [dataclasses.asdict(left) for left in self.left]}
