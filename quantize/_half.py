@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from tx_export._graph import array_of
 from tx_export.errors import PassError
@@ -32,13 +32,14 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
             f"{half.name}: the graph has {quantized.op_type}, so an 8-bit pass ran before; each of its products would "
             "stand between casts; choose one of the two"
         )
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     fill_in_types(graph)
     nodes = [node for node in graph if computes(node)]
     ranges = _ranges(model, context)
     kept = kept_nodes(graph, half, ranges)
     lowered = {node for node in nodes if node not in kept}
-    if not any(_multiplies(node) for node in lowered):
-        lowered.clear()  # nothing would be smaller or faster
+    if not any(_has_weight(node) for node in lowered):
+        lowered.clear()  # nothing would be smaller
     bring_fills_into_range(graph, lowered)
     if lowered:
         _lower(graph, half.dtype, lowered, keep_io)
@@ -49,18 +50,19 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
 
 def _ranges(model: ir.Model, context: Context | None) -> Ranges:
     """Of the graph with its fills in range: how far they reach is no matter of what the model computes."""
-    if context is None or not context.feeds:
+    if context is None or not (context.feeds or context.probes):
         return Ranges()
     copy = model.clone()
     bring_fills_into_range(copy.graph, set(copy.graph))
     return measured(copy, context)
 
 
-def _multiplies(node: ir.Node) -> bool:
-    return any(array_of(value) is not None for value in node.inputs)
+def _has_weight(node: ir.Node) -> bool:
+    return any(array_of(value) is not None for value in node.inputs if value and value.dtype == ir.DataType.FLOAT)
 
 
 def _lower(graph: ir.Graph, half: ir.DataType, lowered: Collection[ir.Node], keep_io: bool) -> None:
+    # Types are set as new objects: values share theirs with those that they replaced or were cloned from.
     produced = [value for node in graph for value in node.outputs if value.dtype == ir.DataType.FLOAT]
     inputs = [value for value in graph.inputs if value.dtype == ir.DataType.FLOAT]
     initializers = [value for value in graph.initializers.values() if value.dtype == ir.DataType.FLOAT]
@@ -71,9 +73,9 @@ def _lower(graph: ir.Graph, half: ir.DataType, lowered: Collection[ir.Node], kee
             _store(value, half)
     for value in produced:
         if value.producer() in lowered:
-            value.dtype = half
+            value.type = ir.TensorType(half)
     for value in inputs if not keep_io else ():
-        value.dtype = half
+        value.type = ir.TensorType(half)
     for value in (*produced, *inputs, *initializers):
         _connect(graph, value, half, lowered)
     wanted = ir.DataType.FLOAT if keep_io else half
@@ -97,7 +99,7 @@ def _store(value: ir.Value, half: ir.DataType) -> None:
     array = array_of(value)
     assert array is not None
     value.const_value = ir.tensor(array.astype(half.numpy()), name=value.name)
-    value.dtype = half
+    value.type = ir.TensorType(half)
 
 
 def _connect(graph: ir.Graph, value: ir.Value, half: ir.DataType, lowered: Collection[ir.Node]) -> None:
@@ -119,7 +121,7 @@ def _cast(graph: ir.Graph, value: ir.Value, to: ir.DataType) -> ir.Value:
     else:
         graph.insert_before(graph[0], node)
     out = node.outputs[0]
-    out.dtype, out.shape = to, value.shape
+    out.type, out.shape = ir.TensorType(to), value.shape
     return out
 
 

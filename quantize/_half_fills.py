@@ -1,6 +1,7 @@
 """Numbers that hide scores from a softmax: -1e9 and the like, brought to where every half precision adds them safely.
 
-e^-4096 is 0 in any precision, and a few masks and a score together stay in range.
+e^-4096 is 0 in any precision, and a few masks and a score together stay in range. The attribute mask_filter_value of
+attention is float32 in every precision, and added in float32: it keeps what it says of rows that are hidden as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from tx_export._graph import add_initializer, array_of
 __all__ = ["bring_fills_into_range", "is_fill"]
 
 _FILL = 4096.0
-_KEYS = 10000.0  # what ONNX Runtime's attention adds to hidden keys by default
 # What may stand between a fill and the softmax: each keeps the number, adds to it, or chooses.
 _ON_THE_WAY = {
     "Add", "Cast", "Clip", "Concat", "Expand", "Gather", "Identity", "Max", "Min", "Mul", "Reshape", "Slice",
@@ -25,14 +25,10 @@ _BIAS = {"Attention": (3, 5), "MultiHeadAttention": (5,), "GroupQueryAttention":
 
 
 def bring_fills_into_range(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
-    """Shorten the fills that `nodes` read; infinite ones stay, which half precisions have too."""
+    """Shorten the fills that `nodes` read; infinite ones stay, as half precisions have infinities too."""
     for value in list(graph.initializers.values()):
         if is_fill(value):
             _shorten(graph, value, nodes)
-    for node in nodes:
-        filler = node.attributes.get("mask_filter_value")
-        if filler is not None and abs(filler.as_float()) > _KEYS:
-            node.attributes["mask_filter_value"] = ir.AttrFloat32("mask_filter_value", -_KEYS)
 
 
 def is_fill(value: ir.Value) -> bool:
@@ -44,7 +40,7 @@ def is_fill(value: ir.Value) -> bool:
 
 
 def _only_hides(value: ir.Value) -> bool:
-    """Whether the value ends in softmaxes and in biases of attention, and nowhere else."""
+    """Whether all that is made of the value are softmaxes, biases of attention, and questions whether it is 0."""
     seen: set[ir.Value] = set()
     todo, hides = [value], False
     while todo:
@@ -53,7 +49,7 @@ def _only_hides(value: ir.Value) -> bool:
             return False
         for use in each.uses():
             node, index = use.node, use.idx
-            if node.op_type == "Softmax" or (node.op_type in _BIAS and index in _BIAS[node.op_type]):
+            if node.op_type == "Softmax" or index in _BIAS.get(node.op_type, ()) or _compares_with_zero(node):
                 hides = True
             elif node.op_type not in _ON_THE_WAY or node.graph is not value.graph:
                 return False
@@ -61,6 +57,11 @@ def _only_hides(value: ir.Value) -> bool:
                 todo += [output for output in node.outputs if output not in seen]
                 seen.update(node.outputs)
     return hides
+
+
+def _compares_with_zero(node: ir.Node) -> bool:
+    constants = [array for array in map(array_of, node.inputs) if array is not None]
+    return node.op_type == "Equal" and len(constants) == 1 and not constants[0].any()
 
 
 def _shorten(graph: ir.Graph, value: ir.Value, nodes: Collection[ir.Node]) -> None:

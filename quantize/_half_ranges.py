@@ -1,4 +1,4 @@
-"""How far values reach on calibration text: reduced inside a copy of the graph, so memory stays constant.
+"""How far values reach on calibration text and probes: reduced inside a copy of the graph, so memory stays constant.
 
 For attention, also how far rounding may move a score: sqrt(sum (q k)^2) is how far single products of it reach.
 """
@@ -42,7 +42,7 @@ def measured(copy: ir.Model, context: Context) -> Ranges:
         if scores is not None:
             outputs[_reduced(graph, scores)] = (found.scores, node.outputs[0].name or "")
     run = context.open(copy)
-    for feeds in context.feeds:
+    for feeds in (*context.feeds, *context.probes):
         for name, array in run(feeds).items():
             known, key = outputs[name]
             known[key] = max(known.get(key, 0.0), float(np.nan_to_num(array, nan=np.inf)))

@@ -16,7 +16,7 @@ _CONTRIB = {
     "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "QuickGelu", "RotaryEmbedding",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 }  # fmt: skip
-_INTEGERS = {"Shape": ir.DataType.INT64, "Size": ir.DataType.INT64, "ArgMax": ir.DataType.INT64}
+_CONCRETE = {f"tensor({name.lower()})": ir.DataType[name] for name in ("BOOL", "INT64", "UINT8")}
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,36 @@ def computes(node: ir.Node) -> bool:
 
 
 def fill_in_types(graph: ir.Graph) -> None:
-    """Types of values that passes have left open: the target of a cast, or that of the first operand that has one."""
+    """Types of values that passes have left open, as far as they follow from the operands or the operator."""
     for node in graph:
-        known = (value.dtype for value in node.inputs if value is not None and value.dtype is not None)
-        made = _INTEGERS.get(node.op_type, next(known, None))
-        if node.op_type == "Cast":
-            made = ir.DataType(node.attributes["to"].as_int())
-        for value in node.outputs:
-            if value.dtype is None and made is not None:
-                value.dtype = made
+        for index, value in enumerate(node.outputs):
+            made = _made(node, index) if value.dtype is None else None
+            if made is not None:
+                value.type = ir.TensorType(made)
+
+
+def _made(node: ir.Node, index: int) -> ir.DataType | None:
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    operands = [value for value in node.inputs if value is not None and value.dtype is not None]
+    schema = _schema(node)
+    if schema is None:
+        return operands[0].dtype if operands else None
+    made = schema.outputs[min(index, len(schema.outputs) - 1)].type_str
+    if made in _CONCRETE:
+        return _CONCRETE[made]
+    types = [schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.inputs))]
+    pairs = zip(types, node.inputs, strict=True)
+    return next((value.dtype for formal, value in pairs if formal == made and value is not None), None)
+
+
+def _schema(node: ir.Node) -> Any:
+    """Of an operator of ONNX itself, else None."""
+    assert node.graph is not None
+    try:
+        return None if node.domain else onnx.defs.get_schema(node.op_type, node.graph.opset_imports[""], "")
+    except onnx.defs.SchemaError:
+        return None
 
 
 def has_form(node: ir.Node, half: Half) -> bool:
@@ -58,10 +79,8 @@ def has_form(node: ir.Node, half: Half) -> bool:
         return True
     if node.domain:
         return node.domain == "com.microsoft" and node.op_type in _CONTRIB
-    assert node.graph is not None
-    try:
-        schema = onnx.defs.get_schema(node.op_type, node.graph.opset_imports[""], "")
-    except onnx.defs.SchemaError:
+    schema = _schema(node)
+    if schema is None:
         return False
     allowed = {item.type_param_str: item.allowed_type_strs for item in schema.type_constraints}
     types = [*_paired(schema.inputs, node.inputs), *_paired(schema.outputs, node.outputs)]

@@ -33,7 +33,7 @@ def emulated(model: ir.Model) -> ir.Model:
 
 
 def _widen(value: ir.Value) -> None:
-    value.dtype = ir.DataType.FLOAT
+    value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object: the copy shares those of the original
     if value.const_value is not None:
         value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
 
@@ -44,12 +44,13 @@ def _round(value: ir.Value, half: ir.DataType) -> None:
     narrow = None if node.op_type == "Cast" else ir.node("Cast", [value], {"to": int(half)})
     wide = ir.node("Cast", [value if narrow is None else narrow.outputs[0]], {"to": int(ir.DataType.FLOAT)})
     out = wide.outputs[0]
-    out.dtype, out.shape = ir.DataType.FLOAT, value.shape
+    out.type, out.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
     name = value.name
     ir.convenience.replace_all_uses_with(value, out, replace_graph_outputs=True)
     (wide if narrow is None else narrow).replace_input_with(0, value)
     if narrow is not None:
-        value.dtype, narrow.outputs[0].dtype, narrow.outputs[0].shape = ir.DataType.FLOAT, half, value.shape
+        narrow.outputs[0].type, narrow.outputs[0].shape = ir.TensorType(half), value.shape
+        value.type = ir.TensorType(ir.DataType.FLOAT)
     node.graph.insert_after(node, [wide] if narrow is None else [narrow, wide])
     if out.is_graph_output():
         value.name, out.name = f"{name}.rounded", name
