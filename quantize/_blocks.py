@@ -32,6 +32,10 @@ class Blocks:
     scale: Array  # float32 [N, blocks]
     zero: Array | None  # uint8 [N, blocks * bits / 8, rounded up]; None stands for the middle, 8 or 128
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.values, self.scale, self.zero) if array is not None)
+
 
 def stored_bytes(shape: tuple[int, ...], bits: int, block_size: int, symmetric: bool) -> int:
     """What `Blocks` of a weight [N, K] take."""

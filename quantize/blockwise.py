@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
 from tx_export.errors import PassError
-from tx_export.passes import Coverage, GraphPass, Left, Outcome
+from tx_export.passes import Coverage, GraphPass, Left, Outcome, Stored
 from tx_export.quantize._blocks import METHODS, quantize, stored_bytes
 from tx_export.quantize._weights import attention_left, check_finite, part_attention
 
@@ -24,7 +24,7 @@ __all__ = ["Blockwise"]
 # ONNX Runtime's kernels take others too, and some releases then return zeros.
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 _PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
-Stored = tuple[ir.Value, ir.Value, ir.Value | None]
+_Blocks = tuple[ir.Value, ir.Value, ir.Value | None]  # values, scales, zero points
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Blockwise(GraphPass):
     bits: int = 4  # 4 or 8
     block_size: int = 32  # 16 to 256; a larger one costs 1 to 3 dB and saves an eighth of the bytes at most
     symmetric: bool = False  # zero points are 1/40 of the bytes, cost no time, and are worth 1 to 2 dB
-    accuracy_level: int = 4  # 4: activations in 8 bits for each block, up to 5 times faster; 0 and 1: in float32
+    accuracy_level: int = 4  # 4: activations in 8 bits for each block, 5 times faster for a token; 0 and 1: in float32
     method: str = "hqq"  # 0.3 dB better than "round"
     embeddings: bool = True  # tables too; needs ONNX Runtime 1.23
     exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by commas
@@ -64,7 +64,8 @@ class Blockwise(GraphPass):
             elif reason != "both operands are computed":  # no weight, nothing to quantize
                 left.append(Left(_plain_name(weight if array is not None else node.outputs[0]), reason))
         RemoveUnusedNodesPass()(model)
-        return Outcome(model, done > 0, Coverage(done, done + len(left), tuple(left)), subject="quantized")
+        coverage = Coverage(done, done + len(left), tuple(left), stored=tuple(rewrite.stored))
+        return Outcome(model, done > 0, coverage, subject="quantized")
 
 
 _ALLOWED: dict[str, Sequence[object]] = {
@@ -111,7 +112,8 @@ class _Rewrite:
 
     def __init__(self, graph: ir.Graph, options: Blockwise) -> None:
         self.graph, self.options = graph, options
-        self.made: dict[tuple[ir.Value, bool], Stored] = {}
+        self.made: dict[tuple[ir.Value, bool], _Blocks] = {}
+        self.stored: list[Stored] = []
 
     def __call__(self, node: ir.Node) -> str | None:
         if node.op_type == "Gather":
@@ -119,7 +121,9 @@ class _Rewrite:
         return self.attention(node) if node.op_type == "Attention" else self.product(node)
 
     def attention(self, node: ir.Node) -> str | None:
-        return attention_left(node) or self.product(part_attention(node))
+        weight = array_of(node.inputs[1])
+        reason = attention_left(node) or (None if weight is None else self.left(weight.T))
+        return reason or self.product(part_attention(node))
 
     def product(self, node: ir.Node) -> str | None:
         linear = linear_at(node)
@@ -128,7 +132,7 @@ class _Rewrite:
         if (reason := self.left(linear.weight.T)) is not None:
             return reason
         k, n = linear.weight.shape
-        values, scale, zero = self.stored(linear.weight_value, linear.weight.T, linear.turned)
+        values, scale, zero = self.blocks(linear.weight_value, linear.weight.T, linear.turned)
         inputs = [linear.x, values, scale, *([] if zero is None else [zero])]
         sizes = {"K": k, "N": n, "accuracy_level": self.options.accuracy_level}
         (out,) = add_node(node, "com.microsoft::MatMulNBits", inputs, self.attributes(sizes))
@@ -150,7 +154,7 @@ class _Rewrite:
             return f"embeddings=false: its {array.nbytes} bytes stand beside the blocks of its product"
         if (reason := self.left(array)) is not None:
             return reason
-        values, scale, zero = self.stored(table, array, True)
+        values, scale, zero = self.blocks(table, array, True)
         whole = add_initializer(self.graph, "rows", np.array([len(array), -1]))
         (rows,) = add_node(node, "Reshape", [values, whole])  # what MatMulNBits reads in blocks, as rows
         inputs = [rows, node.inputs[1], scale, *([] if zero is None else [zero])]
@@ -176,7 +180,7 @@ class _Rewrite:
         after = stored_bytes(weight.shape, self.options.bits, self.options.block_size, self.options.symmetric)
         return f"{weight.nbytes} bytes, would be {after}" if after >= weight.nbytes else None
 
-    def stored(self, value: ir.Value, weight: np.ndarray, by_rows: bool) -> Stored:
+    def blocks(self, value: ir.Value, weight: np.ndarray, by_rows: bool) -> _Blocks:
         """Blocks [N, blocks, bytes], scales and zero points of a weight [N, K], made once for all who read it."""
         if (value, by_rows) not in self.made:
             bits, symmetric = self.options.bits, self.options.symmetric
@@ -185,10 +189,11 @@ class _Rewrite:
             looked_up = any(use.node.op_type == "Gather" for use in value.uses())
             odd = -(-weight.shape[1] // self.options.block_size) % 2 == 1
             symmetric = symmetric or (bits == 4 and looked_up and odd)
+            name, form = _plain_name(value) or "weight", f"int{bits}"
             blocks = quantize(weight, bits, self.options.block_size, symmetric, self.options.method)
-            name = _plain_name(value) or "weight"
+            self.stored.append(Stored(name, weight.nbytes, blocks.nbytes, form))
             self.made[value, by_rows] = (
-                add_initializer(self.graph, f"{name}.int{bits}", blocks.values),
+                add_initializer(self.graph, f"{name}.{form}", blocks.values),
                 add_initializer(self.graph, f"{name}.scale", blocks.scale),
                 None if blocks.zero is None else add_initializer(self.graph, f"{name}.zero", blocks.zero),
             )

@@ -202,6 +202,10 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
         if counted["of"]:
             lines.append(f"- {subject}: {counted['done']} of {counted['of']}")
             lines += [f"  - left: {left['name']} ({left['reason']})" for left in counted["left"]]
+            lines += [
+                f"  - {item['form']}: {item['name']} ({item['before']} bytes, now {item['after']})"
+                for item in counted.get("stored", ())
+            ]
     kept = [f"{layer}: {', '.join(map(str, heads)) or 'none'}" for layer, heads in manifest["kept_heads"].items()]
     lines += [f"- heads that each layer keeps: {'; '.join(kept)}"] if kept else []
     lines += ["", f"Passes: `{manifest['pipeline']}`", ""]

@@ -21,7 +21,7 @@ from tx_export.errors import PassError, PluginError, TxExportError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Context", "Coverage", "GraphPass", "Left", "ModulePass", "Outcome", "Pass", "Pipeline"]
+__all__ = ["Context", "Coverage", "GraphPass", "Left", "ModulePass", "Outcome", "Pass", "Pipeline", "Stored"]
 
 _ITEM = re.compile(r"\s*(?P<name>[\w./-]+(?::\w+)?)(?:\{(?P<options>[^{}]*)\})?(?=\s|$)")
 
@@ -35,6 +35,16 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A weight that a pass stores as `form`, say int4, with its bytes before and after."""
+
+    name: str
+    before: int
+    after: int
+    form: str
+
+
+@dataclass(frozen=True)
 class Coverage:
     """`done` of `of` candidates were changed; the rest are `left`."""
 
@@ -43,15 +53,17 @@ class Coverage:
     left: tuple[Left, ...] = ()
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of pruned layers, by number: the heads that stay
     repeat: str = ""  # options with which the pass makes the same choice without measuring; empty: those it has
+    stored: tuple[Stored, ...] = ()  # each once, however many read it
 
     def plus(self, other: Coverage) -> Coverage:
         """Of two passes with one subject; what stays is told by the later one that tells it."""
-        left = (*self.left, *other.left)
-        return Coverage(self.done + other.done, self.of + other.of, left, other.kept or self.kept)
+        left, stored = (*self.left, *other.left), (*self.stored, *other.stored)
+        return Coverage(self.done + other.done, self.of + other.of, left, other.kept or self.kept, stored=stored)
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest holds of it."""
-        return {"done": self.done, "of": self.of, "left": [dataclasses.asdict(left) for left in self.left]}
+        left, stored = ([dataclasses.asdict(item) for item in items] for items in (self.left, self.stored))
+        return {"done": self.done, "of": self.of, "left": left} | ({"stored": stored} if stored else {})
 
 
 @dataclass

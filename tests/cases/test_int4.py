@@ -228,7 +228,12 @@ def test_b141_what_was_excluded_stands_in_manifest_and_report(masked_lm_folder: 
     quantized = read_manifest(folder)["quantized"]
     left = {"name": "head.decoder.weight", "reason": "excluded, 3072000 bytes"}
     assert quantized["left"] == [left] * 2 and quantized["of"] == quantized["done"] + 2  # looked up, and multiplied
-    assert "left: head.decoder.weight (excluded, 3072000 bytes)" in (folder / "REPORT.md").read_text(encoding="utf-8")
+    # 96 x 192: 3 blocks of 16 bytes for each output, their scales, and 2 bytes with their zero points.
+    up = {"name": "encoder.layers.0.feed_forward.up.weight", "before": 73728, "after": 192 * 62, "form": "int4"}
+    assert up in quantized["stored"] and len(quantized["stored"]) == quantized["done"]
+    report = (folder / "REPORT.md").read_text(encoding="utf-8")
+    assert "left: head.decoder.weight (excluded, 3072000 bytes)" in report
+    assert "int4: encoder.layers.0.feed_forward.up.weight (73728 bytes, now 11904)" in report
 
 
 def test_b117_a_table_that_is_a_head_too_is_stored_once_in_4_bits(masked_lm: Case, tmp_path: Path) -> None:

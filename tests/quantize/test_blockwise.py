@@ -8,12 +8,13 @@ import pytest
 
 from tx_export._releases import least_onnxruntime
 from tx_export.errors import PassError, PluginError
+from tx_export.passes import Stored
 from tx_export.quantize import _blocks
 from tx_export.quantize.blockwise import Blockwise
 from tx_export.testing import matmul_model
 
 from .blocks import arithmetic_bound, initializer, quantize, scales, unpacked
-from .graphs import Array, graph, normal, operators, run, uneven
+from .graphs import graph, normal, operators, run, uneven
 
 _FORMS = {
     "MatMul": ("y = MatMul (x, w)", False, False),
@@ -243,25 +244,34 @@ def test_weights_and_modules_are_excluded_by_name_and_unknown_names_are_an_error
         Blockwise(exclude="head,layers.0.u").call(fresh())
 
 
-def test_layers_that_share_a_weight_share_the_stored_one() -> None:
-    body = "h = MatMul (x, w) r = Relu (h) y = MatMul (r, w)"
+@pytest.mark.parametrize(
+    ("body", "copies"),
+    [
+        ("h = MatMul (x, w) r = Relu (h) y = MatMul (r, w)", 1),
+        ("t = Transpose <perm = [1, 0]> (w) h = MatMul (x, t) r = Relu (h) y = Gemm <transB = 1> (r, w)", 1),
+        ("h = MatMul (x, w) r = Relu (h) y = Gemm <transB = 1> (r, w)", 2),  # blocks along the other axis
+    ],
+)
+def test_layers_that_share_a_weight_share_the_stored_one(body: str, copies: int) -> None:
     model = graph("float[n, 64] x", "float[n, 64] y", {"w": normal(64, 64)}, body)
     assert quantize(model, accuracy_level=0).coverage.done == 2
-    assert sorted(model.graph.initializers) == ["w.int4", "w.scale", "w.zero"]
-    x, stored = normal(5, 64, seed=1), unpacked(model)[0].T
-    hidden = np.maximum(x.astype(np.float64) @ stored, 0)
-    moved = arithmetic_bound(x, stored, None) @ np.abs(stored) + arithmetic_bound(hidden, stored, None)
-    assert (np.abs(run(model, {"x": x})["y"] - hidden @ stored) <= moved).all()
+    assert len([name for name in model.graph.initializers if "int4" in name]) == copies
+    x, (first, second) = normal(5, 64, seed=1), (weight.T for weight in unpacked(model))
+    hidden = np.maximum(x.astype(np.float64) @ first, 0)
+    moved = arithmetic_bound(x, first, None) @ np.abs(second) + arithmetic_bound(hidden, second, None)
+    assert (np.abs(run(model, {"x": x})["y"] - hidden @ second) <= moved).all()
+    # And it is that weight, turned the right way: 20 dB of each rounding.
+    exact = np.maximum(x @ normal(64, 64), 0) @ (normal(64, 64).T if copies == 2 else normal(64, 64))
+    exact = np.maximum(x @ normal(64, 64).T, 0) @ normal(64, 64).T if "Transpose" in body else exact
+    assert ((hidden @ second - exact) ** 2).sum() <= (exact**2).sum() / 20
 
 
-def array_bytes(model: ir.Model) -> int:
-    return sum(array.nbytes for value in model.graph.initializers.values() if (array := value.const_value) is not None)
-
-
-def test_a_weight_in_4_bits_takes_a_sixth_of_its_bytes() -> None:
+def test_a_weight_in_4_bits_takes_a_sixth_of_its_bytes_and_both_are_told() -> None:
     model = matmul_model(normal(256, 64))
-    quantize(model)
+    outcome = quantize(model)
+    arrays = [initializer(model, name) for name in model.graph.initializers]
     # 4 bits, and a scale and half a byte of zero point for 32: 20.5 bytes where there were 128.
-    assert array_bytes(model) == 256 * 64 // 32 * 20.5
-    weight: Array = initializer(model, "weight.int4")
-    assert weight.dtype == np.uint8 and weight.shape == (64, 8, 16)
+    after = 256 * 64 // 32 * 41 // 2
+    assert sum(array.nbytes for array in arrays) == after
+    assert outcome.coverage.stored == (Stored("weight", 256 * 64 * 4, after, "int4"),)
+    assert initializer(model, "weight.int4").shape == (64, 8, 16)
