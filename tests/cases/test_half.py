@@ -234,3 +234,17 @@ def test_b091_no_level_of_optimization_changes_the_answer_of_float16(
     seal(folder, manifest | {"session": {"cpu": manifest["session"]["cpu"] | {"graph_optimization": level}}})
     run, eager = Model(folder, threads=1).run_arrays, eager_runner(classifier)
     assert max(error(eager(each)["logits"], run(each)["logits"]) for each in drawn(*_SHAPES)) <= _BOUND
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_build_for_cuda_is_judged_by_emulation_on_the_cpu(hf_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """The budget is that of the pass; the graph itself can't be loaded here where it has bfloat16."""
+    folder = build_from(hf_checkpoint, tmp_path / name, name, provider="cuda")
+    manifest = read_manifest(folder)
+    assert manifest["verified_on"]["provider"] == "cpu" and list(manifest["session"]) == ["cuda"]
+    record = manifest["verification"]["passes"][-1]
+    assert record["pass"] == name and record["kind"] == "drift"
+    least = {"float16": 40, "bfloat16": 22}[name]
+    assert record["budget"] == f"sqnr_db={least}" and record["outputs"]["logits"]["sqnr_db"] >= least
+    weights = [value.dtype for value in ir.load(folder / "model.onnx").graph.initializers.values()]
+    assert ir.DataType[name.upper()] in weights and ir.DataType.FLOAT not in weights
