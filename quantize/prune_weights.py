@@ -62,7 +62,7 @@ class PruneWeights(ModulePass):
 
 def _weights(module: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """Of products, with their names; a shared one gets one name."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = module.get_submodule(name.rpartition(".")[0])
         if parameter.ndim == 2 and isinstance(owner, (nn.Linear, nn.MultiheadAttention)):
             yield parameter, name
