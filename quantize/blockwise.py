@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
+from tx_export._releases import first_release
 from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome, Stored
 from tx_export.quantize._blocks import METHODS, quantize, stored_bytes
@@ -36,7 +37,7 @@ class Blockwise(GraphPass):
     symmetric: bool = False  # zero points are 1/40 of the bytes, cost no time, and are worth 1 to 2 dB
     accuracy_level: int = 4  # 4: activations in 8 bits for each block, 5 times faster for a token; 0 and 1: in float32
     method: str = "hqq"  # 0.3 dB better than "round"
-    embeddings: bool = True  # tables too; needs ONNX Runtime 1.23
+    embeddings: bool = True  # tables too, where the target is ONNX Runtime 1.23 or later
     exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by commas
 
     @property
@@ -152,7 +153,7 @@ class _Rewrite:
             return "not a float table that is looked up by rows"
         if not self.options.embeddings:
             return f"embeddings=false: its {array.nbytes} bytes stand beside the blocks of its product"
-        if (reason := self.left(array)) is not None:
+        if (reason := self.too_new("GatherBlockQuantized") or self.left(array)) is not None:
             return reason
         values, scale, zero = self.blocks(table, array, True)
         whole = add_initializer(self.graph, "rows", np.array([len(array), -1]))
@@ -172,6 +173,13 @@ class _Rewrite:
     def attributes(self, others: dict[str, int]) -> dict[str, ir.Attr]:
         numbers = others | {"bits": self.options.bits, "block_size": self.options.block_size}
         return {name: ir.AttrInt64(name, number) for name, number in numbers.items()}
+
+    def too_new(self, operator: str) -> str | None:
+        first = first_release(ir.Node("com.microsoft", operator, []))
+        context = self.options.context
+        if context is None or context.release is None or context.release >= first:
+            return None
+        return f"{operator} needs ONNX Runtime {first[0]}.{first[1]}, the target is older"
 
     def left(self, weight: np.ndarray) -> str | None:
         """Why a weight [N, K] stays as it is."""

@@ -23,7 +23,9 @@ Progress = Callable[[str], None]
 _PROBE_TOKENS = 17
 
 
-def context_of(model: EagerModel, lines: Sequence[str], provider: str) -> Context:
+def context_of(
+    model: EagerModel, lines: Sequence[str], provider: str, release: tuple[int, int] | None = None
+) -> Context:
     """What passes are given: by `lines` they may choose something."""
     settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
     probes = [case.feeds for case in grid(model, _PROBE_TOKENS) if case.mask != "empty"]
@@ -34,6 +36,7 @@ def context_of(model: EagerModel, lines: Sequence[str], provider: str) -> Contex
         open=lambda graph: open_graph(graph if provider == "cpu" else emulated(graph), settings),
         provider=provider,
         probes=probes[::-1],  # the largest first
+        release=release,
     )
 
 

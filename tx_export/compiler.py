@@ -80,7 +80,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     if model.family == "module":
         progress("lint")
         _heed(lint(model))
-    context = context_of(model, split.choosing, options.provider)
+    context = context_of(model, split.choosing, options.provider, target.release)
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
     judge = judging(model)
     progress("export")
@@ -184,7 +184,7 @@ def _as_exported(model: EagerModel, manifest: Mapping[str, Any]) -> EagerModel:
 
 def _recorded(model: EagerModel, manifest: Mapping[str, Any]) -> tuple[Pipeline, Context]:
     pipeline = Pipeline.parse(manifest["pipeline"], lambda name: plugins.find("pass", name))
-    return pipeline, context_of(model, (), "cpu")
+    return pipeline, context_of(model, (), "cpu", Target.parse(manifest["min_onnxruntime"], "fused").release)
 
 
 def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None:

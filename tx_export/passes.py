@@ -84,6 +84,7 @@ class Context:
     seed: int = 0
     provider: str = "cpu"
     probes: Sequence[Mapping[str, np.ndarray]] = ()  # any inputs that the module takes: to compare, not to choose by
+    release: tuple[int, int] | None = None  # the oldest ONNX Runtime to run on; None: as old as the operators allow
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from torch import nn
 
 from tx_export._releases import least_onnxruntime
+from tx_export.passes import Context
 
 from .blocks import arithmetic_bound, quantize, unpacked
 from .graphs import Array, graph, normal, operators, run, uneven
@@ -67,6 +69,12 @@ def test_indices_of_any_shape_are_looked_up(indices: str) -> None:
 def test_tables_ask_for_the_runtime_that_reads_them_and_stay_when_embeddings_are_left_out() -> None:
     model = lookup(normal(300, 64))
     assert quantize(model).modified and least_onnxruntime(model) == "1.23.0"
+    for release, done in (((1, 22), 0), ((1, 23), 1), (None, 1)):
+        context = Context(nn.Identity(), (), lambda graph: lambda feeds: run(graph, dict(feeds)), release=release)
+        outcome = quantize(lookup(normal(300, 64)), context=context)
+        assert outcome.coverage.done == done and outcome.coverage.of == 1
+        reason = "GatherBlockQuantized needs ONNX Runtime 1.23, the target is older"
+        assert [left.reason for left in outcome.coverage.left] == [reason] * (1 - done)
     model = lookup(normal(300, 64))
     outcome = quantize(model, embeddings=False)
     assert (outcome.modified, outcome.coverage.of, operators(model)) == (False, 0, ["Gather"])
