@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +15,11 @@ from tx_export.quantize._half_types import Half, computes, has_form
 
 __all__ = ["kept_nodes"]
 
+# Between a small number that keeps a divisor from 0 and the quotient.
+_TO_QUOTIENT = {
+    "Cast", "Clip", "Expand", "Identity", "Max", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose",
+    "Unsqueeze",
+}  # fmt: skip
 _HEADROOM = 2.0  # text that was not in the calibration may reach farther
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
           "SkipSimplifiedLayerNormalization", "InstanceNormalization", "GroupNormalization", "LpNormalization",
@@ -40,6 +45,8 @@ def kept_nodes(graph: ir.Graph, half: Half, ranges: Ranges) -> dict[ir.Node, str
     )
     kept = {node: reason for node in nodes if (reason := next(filter(None, (rule(node) for rule in rules)), None))}
     for node in nodes:
+        for reader in _quotients(node, half):
+            kept.setdefault(reader, f"it divides by what {node.outputs[0].name} keeps from 0")
         reason = _sensitive(node, half, ranges)
         if reason is not None:
             kept[node] = kept.get(node, reason)
@@ -76,6 +83,18 @@ def _rounded_constant(node: ir.Node, half: Half) -> str | None:
         if lost > 4 * half.epsilon:
             return f"its constant {value.name} (up to {largest:.4g}) loses {lost:.0%} when it is rounded"
     return None
+
+
+def _quotients(node: ir.Node, half: Half) -> Iterator[ir.Node]:
+    """Where the node sets a least value that is 0 in half precision: what divides by it, and all on the way there."""
+    arrays = [array for array in map(array_of, node.inputs) if array is not None and array.dtype == np.float32]
+    if not any(array.size == 1 and 0 < abs(array.item()) < half.smallest for array in arrays):
+        return
+    todo = [node]
+    while todo:
+        readers = {use.node for value in todo.pop().outputs for use in value.uses()}
+        yield from (reader for reader in readers if reader.op_type in _TO_QUOTIENT or reader.op_type in ("Div", "Mul"))
+        todo += [reader for reader in readers if reader.op_type in _TO_QUOTIENT]
 
 
 def _lost(array: np.ndarray, half: Half) -> float:

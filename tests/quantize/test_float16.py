@@ -102,6 +102,18 @@ def test_a_constant_that_float16_cannot_hold_keeps_its_reader(constant: float, r
     assert dtypes(model) == {"w": "FLOAT16", "c": "FLOAT"}
 
 
+def test_a_least_divisor_that_is_0_in_float16_keeps_the_quotient_too() -> None:
+    """Reference: 0 / 1e-12 is 0."""
+    weights = {"w": normal(4, 4), "c": np.array([1e-12], np.float32), "shape": np.array([1, 4])}
+    body = """a = MatMul (x, w) n = ReduceL2 <keepdims = 1> (a) g = Max (n, c) d = Expand (g, shape)
+        q = Div (a, d) y = MatMul (q, w)"""
+    model = graph("float[1, 4] x", "float[1, 4] y", weights, body)
+    told = reasons(halve(model))
+    assert sorted(told) == ["d", "g", "n", "q"] and told["q"] == "it divides by what g keeps from 0"
+    for each in (model, emulated(model)):
+        assert (run(each, {"x": np.zeros((1, 4), np.float32)})["y"] == 0).all()
+
+
 def test_a_weight_of_half_and_float32_readers_is_stored_once() -> None:
     weights = {"w": normal(4, 4), "c": np.array([1e-12], np.float32)}
     body = "a = MatMul (x, w) b = Mul (w, c) y = Add (a, b)"
