@@ -31,6 +31,7 @@ _PRECISE = {
     "ReduceSum", "ReduceSumSquare", "Sin", "Sinh", "Softplus", "Sqrt", "Tan",
 }  # fmt: skip
 _ANGLES = ("Sin", "Cos")
+_ANGLE_STEP = 2.0**-8
 
 
 def kept_nodes(graph: ir.Graph, half: Half, ranges: Ranges) -> dict[ir.Node, str]:
@@ -137,10 +138,12 @@ def _sensitive(node: ir.Node, half: Half, ranges: Ranges) -> str | None:
     noise = math.sqrt(2) * half.epsilon * size
     if noise > half.score_noise:
         return f"its scores reach {size:.4g}, so rounding moves them by {noise:.2g}"
-    if node.op_type in _ANGLES:
+    operand = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
+    step = half.epsilon * ranges.largest.get(operand or "", math.inf)
+    if node.op_type in _ANGLES and step > _ANGLE_STEP:
         return f"{node.op_type} of a large angle needs all its bits"
     becomes = node.outputs[0].dtype
-    if node.op_type == "Cast" and becomes is not None and becomes.is_integer() and becomes != ir.DataType.BOOL:
+    if node.op_type == "Cast" and becomes is not None and becomes.is_integer() and step > 1:
         return "whole numbers are made of it"
     return None
 
