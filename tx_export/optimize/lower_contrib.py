@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from tx_export._graph import add_initializer, add_node, replace
+from tx_export.optimize._lower_blocks import lookup_in_blocks, product_in_blocks
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 
 __all__ = ["LowerContrib"]
@@ -18,7 +19,7 @@ __all__ = ["LowerContrib"]
 
 @dataclass(frozen=True)
 class LowerContrib(GraphPass):
-    """MatMulIntegerToFloat, Gelu and FastGelu; attention is not lowered, as it is emitted plain in the first place."""
+    """Quantized products and lookups, Gelu and FastGelu; attention is emitted plain in the first place."""
 
     def call(self, model: ir.Model) -> Outcome:
         candidates = [node for node in model.graph if node.domain == "com.microsoft"]
@@ -71,6 +72,8 @@ def _fast_gelu(graph: ir.Graph, node: ir.Node) -> ir.Value:
 
 _LOWERED: dict[str, Callable[[ir.Graph, ir.Node], ir.Value]] = {
     "MatMulIntegerToFloat": _integer_product,
+    "MatMulNBits": product_in_blocks,
+    "GatherBlockQuantized": lookup_in_blocks,
     "FastGelu": _fast_gelu,
     "Gelu": _gelu,
 }
