@@ -117,6 +117,12 @@ def test_a_target_that_copies_sizes_of_its_input_is_written_anew() -> None:
     assert chain.merged() == ["Reshape"]
 
 
+def test_a_target_that_allowed_zeros_copies_sizes_when_it_is_written_anew() -> None:
+    chain = Chain(["b", "t", 24]).reshape("b*t", 24)
+    target = np.array([_RUN["b"], _RUN["t"], 3, 8], np.int64)
+    assert chain.add("Reshape", [target], ["b", "t", 3, 8], allowzero=1).merged() == ["Reshape"]
+
+
 def test_every_second_channel_is_no_range() -> None:
     chain = Chain(["b", "t", 24]).reshape("b", "t", 12, 2).take(3, 1)
     assert chain.merged() == ["Reshape", "Gather"]

@@ -59,6 +59,7 @@ def _reshaped(graph: ir.Graph, node: ir.Node, base: ir.Value) -> bool:
     target = [size if isinstance(size, int) else 0 if same else -1 for size, same in zip(after, kept, strict=True)]
     if target.count(-1) <= 1:
         node.replace_input_with(1, add_initializer(graph, "view.shape", np.array(target)))
+        node.attributes.pop("allowzero", None)  # with it a 0 would mean no elements
     elif array_of(node.inputs[1]) is not None:
         return False
     node.replace_input_with(0, base)
