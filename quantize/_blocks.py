@@ -89,7 +89,9 @@ def _range(w: Array, bits: int, symmetric: bool) -> Levels:
 
 def _half_quadratic(w: Array, bits: int, symmetric: bool) -> Levels:
     """Of all steps the best for each block by its squared error, so none is worse than `_range`."""
-    levels = best = _range(w, bits, symmetric)
+    unit, zero = _range(w, bits, symmetric)
+    w = w / unit  # so that no square is too large or too small for float32
+    levels = best = np.ones_like(unit), zero
     least = _squared_error(w, best, bits)
     for step in range(_STEPS):
         levels = _refitted(w, levels, bits, symmetric, _BETA * _GROWTH**step)
@@ -97,7 +99,7 @@ def _half_quadratic(w: Array, bits: int, symmetric: bool) -> Levels:
         better = error < least
         best = np.where(better, levels[0], best[0]), np.where(better, levels[1], best[1])
         least = np.where(better, error, least)
-    return best
+    return np.maximum(best[0] * unit, _LEAST), best[1]
 
 
 def _refitted(w: Array, levels: Levels, bits: int, symmetric: bool, beta: float) -> Levels:
@@ -110,7 +112,7 @@ def _refitted(w: Array, levels: Levels, bits: int, symmetric: bool, beta: float)
         zero = np.clip(np.rint((q - target).mean(-1, keepdims=True)), 0, 2**bits - 1)
     levels_squared = ((q - zero) ** 2).sum(-1, keepdims=True)
     ratio = (target * (q - zero)).sum(-1, keepdims=True) / np.maximum(levels_squared, 1)
-    return np.maximum(scale * np.where(ratio > 0, ratio, 1), _LEAST).astype(np.float32), zero.astype(np.float32)
+    return (scale * np.where(ratio > 0, ratio, 1)).astype(np.float32), zero.astype(np.float32)
 
 
 def _squared_error(w: Array, levels: Levels, bits: int) -> Array:

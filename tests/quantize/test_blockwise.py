@@ -106,7 +106,7 @@ def test_the_budget_and_the_least_runtime_follow_the_bits() -> None:
 
 
 def test_the_text_form_is_read_back() -> None:
-    item = Blockwise(bits=8, block_size=128, symmetric=True, exclude="head.weight")
+    item = Blockwise(bits=8, block_size=128, symmetric=True, exclude="head.weight,layers.0")
     assert Blockwise.parse(str(item).removeprefix("blockwise{").removesuffix("}")) == item
 
 
@@ -124,13 +124,14 @@ def test_the_half_quadratic_method_makes_no_block_worse_and_the_whole_better(bit
     assert errors["hqq"].sum() < 0.98 * errors["round"].sum()
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_half_quadratic_method_does_not_depend_on_the_unit_of_the_weights() -> None:
     values = []
-    for unit in (1, 2**-20):
+    for unit in (1.0, 2.0**-20, 2.0**-80, 2.0**100):  # squares of the last two are outside float32
         model = matmul_model(normal(64, 48) * np.float32(unit))
         quantize(model)
         values.append(initializer(model, "weight.int4"))
-    assert np.array_equal(values[0], values[1])
+    assert all(np.array_equal(values[0], other) for other in values[1:])
 
 
 def test_a_zero_point_for_each_block_is_better_where_signs_differ_in_number() -> None:
