@@ -12,7 +12,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 
 from tx_export._graph import array_of
 from tx_export.errors import PassError
-from tx_export.passes import Context, Coverage, Left, Outcome
+from tx_export.passes import Context, Coverage, Left, Outcome, Stored
 from tx_export.quantize._half_fills import bring_fills_into_range
 from tx_export.quantize._half_ranges import Ranges, measured
 from tx_export.quantize._half_rules import kept_nodes
@@ -41,11 +41,13 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
     if not any(_has_weight(node) for node in lowered):
         lowered.clear()  # nothing would be smaller
     bring_fills_into_range(graph, lowered)
+    stored = _store(graph, half, lowered)
     if lowered:
         _lower(graph, half.dtype, lowered, keep_io)
     RemoveUnusedNodesPass()(model)
     left = tuple(Left(node.outputs[0].name or node.op_type, reason) for node, reason in kept.items())
-    return Outcome(model, bool(lowered), Coverage(len(lowered), len(nodes), left), subject="quantized")
+    coverage = Coverage(len(lowered), len(nodes), left, stored=stored)
+    return Outcome(model, bool(lowered), coverage, subject="quantized")
 
 
 def _ranges(model: ir.Model, context: Context | None) -> Ranges:
@@ -65,18 +67,15 @@ def _lower(graph: ir.Graph, half: ir.DataType, lowered: Collection[ir.Node], kee
     # Types are set as new objects: values share theirs with those that they replaced or were cloned from.
     produced = [value for node in graph for value in node.outputs if value.dtype == ir.DataType.FLOAT]
     inputs = [value for value in graph.inputs if value.dtype == ir.DataType.FLOAT]
-    initializers = [value for value in graph.initializers.values() if value.dtype == ir.DataType.FLOAT]
     for node in lowered:
         _lower_attributes(node, half)
-    for value in initializers:
-        if any(use.node in lowered for use in value.uses()) and not value.is_graph_input():
-            _store(value, half)
     for value in produced:
         if value.producer() in lowered:
             value.type = ir.TensorType(half)
     for value in inputs if not keep_io else ():
         value.type = ir.TensorType(half)
-    for value in (*produced, *inputs, *initializers):
+    constants = [value for value in graph.initializers.values() if value.dtype in (half, ir.DataType.FLOAT)]
+    for value in (*produced, *inputs, *constants):
         _connect(graph, value, half, lowered)
     wanted = ir.DataType.FLOAT if keep_io else half
     for index, value in enumerate(graph.outputs):
@@ -95,11 +94,19 @@ def _lower_attributes(node: ir.Node, half: ir.DataType) -> None:
             node.attributes[name] = ir.AttrTensor(name, narrow)
 
 
-def _store(value: ir.Value, half: ir.DataType) -> None:
-    array = array_of(value)
-    assert array is not None
-    value.const_value = ir.tensor(array.astype(half.numpy()), name=value.name)
-    value.type = ir.TensorType(half)
+def _store(graph: ir.Graph, half: Half, lowered: Collection[ir.Node]) -> tuple[Stored, ...]:
+    """Round the constants that half nodes read; returns the weights among them."""
+    weights = []
+    for value in graph.initializers.values():
+        array = array_of(value)
+        read = any(use.node in lowered for use in value.uses())
+        if array is None or value.dtype != ir.DataType.FLOAT or not read:
+            continue
+        value.const_value = ir.tensor(array.astype(half.dtype.numpy()), name=value.name)
+        value.type = ir.TensorType(half.dtype)
+        if array.ndim > 1:
+            weights.append(Stored(value.name or "", array.nbytes, array.nbytes // 2, half.name))
+    return tuple(weights)
 
 
 def _connect(graph: ir.Graph, value: ir.Value, half: ir.DataType, lowered: Collection[ir.Node]) -> None:

@@ -137,7 +137,7 @@ def _sensitive(node: ir.Node, half: Half, ranges: Ranges) -> str | None:
     size = ranges.scores.get(node.outputs[0].name or "", 0.0)
     noise = math.sqrt(2) * half.epsilon * size
     if noise > half.score_noise:
-        return f"its scores reach {size:.4g}, so rounding moves them by {noise:.2g}"
+        return f"its scores are of the size {size:.2g}, so rounding moves them by {noise:.2g}"
     operand = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
     step = half.epsilon * ranges.largest.get(operand or "", math.inf)
     if node.op_type in _ANGLES and step > _ANGLE_STEP:

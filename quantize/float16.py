@@ -33,7 +33,7 @@ class Float16(GraphPass):
             return outcome
         added = casts_at_load(model)
         note = Left(
-            "speed on CPUs", f"{added} casts are added when it is loaded, around float32 kernels: slower than fp32"
+            "speed on CPUs", f"{added} casts are added at load, around float32 kernels: by those slower than fp32"
         )
         coverage = dataclasses.replace(outcome.coverage, left=(*outcome.coverage.left, note))
         return Outcome(model, True, coverage, subject=outcome.subject)

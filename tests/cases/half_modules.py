@@ -13,7 +13,7 @@ _MASK = "attention_mask:int64[batch,tokens<=128]"
 
 
 class Fills(nn.Module):
-    """Attention by hand whose hidden scores become -1e9; `fill` may be made by a product, and be another number."""
+    """Attention by hand whose hidden scores become -1e9."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,9 +25,6 @@ class Fills(nn.Module):
     def tx_inputs() -> list[str]:
         return [_IDS, _MASK]
 
-    def hide(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        return scores.masked_fill(attention_mask[:, None, None] == 0, -1e9)
-
     def turn(self, x: Tensor) -> Tensor:
         return x
 
@@ -35,16 +32,8 @@ class Fills(nn.Module):
         x = self.words(input_ids)
         q, k, v = rearrange(self.qkv(x), "b t (n h d) -> n b h t d", n=3, h=4)
         scores = self.turn(q) @ self.turn(k).transpose(-2, -1) / math.sqrt(24)
-        weights = self.hide(scores, attention_mask).float().softmax(dim=-1)
+        weights = scores.masked_fill(attention_mask[:, None, None] == 0, -1e9).float().softmax(dim=-1)
         out: Tensor = self.norm(x + self.output(rearrange(weights @ v, "b h t d -> b t (h d)")))
-        return out
-
-
-class AddedFills(Fills):
-    """The same with the lowest number of float32, added."""
-
-    def hide(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        out: Tensor = scores + (1 - attention_mask[:, None, None].float()) * torch.finfo(torch.float32).min
         return out
 
 
