@@ -31,6 +31,7 @@ __all__ = [
     "prove",
     "repeated",
     "rounded",
+    "shortfall",
 ]
 
 _log = logging.getLogger("tx_export")
@@ -72,6 +73,14 @@ def check_options(ratio: float, by_hand: str, importance: str) -> None:
 def rounded(ratio: float, total: int) -> int:
     """How many units a ratio asks for: the nearest whole number, halves up."""
     return math.floor(ratio * total + 0.5)
+
+
+def shortfall(ratio: float, total: int, removed: int) -> str | None:
+    """Why fewer units were removed than a ratio says, if so."""
+    asked = rounded(ratio, total)
+    if ratio and not asked:
+        return f"{ratio} of {total} rounds to none"
+    return f"{asked} of {total} were asked for, {removed} removed: a layer keeps one" if removed < asked else None
 
 
 def least_important(module: nn.Module, find: Find, asked: int, importance: str, item: Pass) -> list[Numbers]:

@@ -13,7 +13,7 @@ from torch import nn
 from tx_export.errors import PassError
 from tx_export.passes import Coverage, Left, ModulePass
 from tx_export.quantize._neurons import neurons_of, without_neurons
-from tx_export.quantize._units import Numbers, Units, check_options, least_important, prove, rounded
+from tx_export.quantize._units import Numbers, Units, check_options, least_important, prove, rounded, shortfall
 
 __all__ = ["PruneFfn"]
 
@@ -34,7 +34,7 @@ class PruneFfn(ModulePass):
         units = neurons_of(module)
         if not units:
             raise PassError(
-                f"prune_ffn: {type(module).__name__} has no feed-forward layer of ours and no stock layer of torch; "
+                "prune_ffn: there is no feed-forward layer of ours and no stock layer of torch; "
                 "which weights belong to a neuron of one that is written by hand is not known"
             )
         total = sum(each.count for each in units)
@@ -43,10 +43,10 @@ class PruneFfn(ModulePass):
         pruned = without_neurons(module, {each.name: numbers for each, numbers in zip(units, removed, strict=True)})
         prove(module, pruned, neurons_of, removed, self)
         done = sum(map(len, removed))
-        reason = f"{asked} of {total} were asked for, {done} removed: a layer keeps one"
+        reason = shortfall(self.ratio, total, done)
         text = ";".join(f"{layer}:{_bits(numbers)}" for layer, numbers in enumerate(removed) if numbers)
         repeat = f"ratio={self.ratio}, neurons={text}, importance={self.importance}" if text else ""
-        left = (Left("neurons", reason),) if done < asked else ()
+        left = () if reason is None else (Left("neurons", reason),)
         return pruned, Coverage(done, total, left, repeat=repeat)
 
     def _by_ratio(self, module: nn.Module, asked: int) -> list[Numbers]:

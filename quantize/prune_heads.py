@@ -13,7 +13,7 @@ from torch import nn
 from tx_export.errors import PassError
 from tx_export.passes import Coverage, Left, ModulePass
 from tx_export.quantize._heads import attentions, heads_of, refusal, without_heads
-from tx_export.quantize._units import Numbers, check_options, least_important, prove, rounded
+from tx_export.quantize._units import Numbers, check_options, least_important, prove, rounded, shortfall
 
 __all__ = ["PruneHeads"]
 
@@ -38,7 +38,7 @@ class PruneHeads(ModulePass):
         names = list(layers)
         refused = {name: reason for name, layer in layers.items() if (reason := refusal(layer)) is not None}
         if not layers.keys() - refused.keys():
-            raise PassError(f"prune_heads: {_nothing(module, refused)}")
+            raise PassError(f"prune_heads: {_nothing(refused)}")
         units = heads_of(module)
         total = sum(each.count for each in units)
         asked = rounded(self.ratio, total)
@@ -47,8 +47,8 @@ class PruneHeads(ModulePass):
         prove(module, pruned, heads_of, [removed.get(each.name, ()) for each in units], self)
         done = sum(map(len, removed.values()))
         left = [Left(name, reason) for name, reason in refused.items()]
-        if self.ratio and done < asked:
-            left.append(Left("heads", f"{asked} of {total} were asked for, {done} removed: a layer keeps one"))
+        if (reason := shortfall(self.ratio, total, done)) is not None:
+            left.append(Left("heads", reason))
         kept = {
             names.index(each.name): tuple(head for head in range(each.count) if head not in removed.get(each.name, ()))
             for each in units
@@ -78,11 +78,11 @@ class PruneHeads(ModulePass):
         return removed
 
 
-def _nothing(module: nn.Module, refused: Mapping[str, str]) -> str:
+def _nothing(refused: Mapping[str, str]) -> str:
     for name, reason in refused.items():
         return f"no layer can lose heads; {name}: {reason}"
     return (
-        f"{type(module).__name__} has no attention of ours and no nn.MultiheadAttention; "
+        "there is no attention of ours and no nn.MultiheadAttention; "
         "which weights belong to a head of attention that is written by hand is not known"
     )
 

@@ -40,7 +40,7 @@ class PruneWeights(ModulePass):
         tables = {layer.weight for layer in copied.modules() if isinstance(layer, nn.Embedding)}
         weights = dict(_weights(copied))
         if not weights:
-            raise PassError(f"prune_weights: {type(module).__name__} has no nn.Linear and no nn.MultiheadAttention")
+            raise PassError("prune_weights: there is no nn.Linear and no nn.MultiheadAttention")
         left, done, of = [Left("run time", _NO_GAIN)], 0, 0
         for weight, name in weights.items():
             if weight in tables:

@@ -115,7 +115,7 @@ def test_a_module_whose_own_code_knows_the_width_is_refused() -> None:
 
 def test_what_has_no_neurons_and_what_is_no_option_is_refused() -> None:
     product = nn.Linear(16, 16)
-    with pytest.raises(PassError, match="Linear has no feed-forward layer of ours and no stock layer of torch"):
+    with pytest.raises(PassError, match="there is no feed-forward layer of ours and no stock layer of torch"):
         PruneFfn(ratio=0.5, context=context(product)).apply(product)
     with pytest.raises(PluginError, match="neurons: '0:xyz' is not LAYER:BITS, with bits in hexadecimal"):
         PruneFfn.parse("neurons=0:xyz")
@@ -129,3 +129,8 @@ def test_a_ratio_is_rounded_to_the_nearest_number_of_neurons() -> None:
     for ratio, removed in ((0.0078, 0), (0.0079, 1), (0.5, 32), (0.99, 62)):
         _, coverage = PruneFfn(ratio=ratio, context=context(module)).apply(module)
         assert coverage.done == removed == min(math.floor(ratio * 64 + 0.5), 62)
+        told = [left.reason for left in coverage.left]
+        assert told == {
+            0: ["0.0078 of 64 rounds to none"],
+            62: ["63 of 64 were asked for, 62 removed: a layer keeps one"],
+        }.get(removed, [])

@@ -265,7 +265,7 @@ def test_heads_that_are_not_there_are_named(heads: Heads, message: str, classifi
 
 def test_attention_written_by_hand_is_refused() -> None:
     model = eager_model(nn.Sequential(nn.Linear(4, 4)), ["x:float32[batch,4]"], ["y:float32[batch,4]"])
-    with pytest.raises(PassError, match=r"Sequential has no attention of ours and no nn.MultiheadAttention; which wei"):
+    with pytest.raises(PassError, match=r"there is no attention of ours and no nn.MultiheadAttention; which weights"):
         pruned(model, {0: [0]})
 
 
