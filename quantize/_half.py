@@ -14,6 +14,7 @@ from tx_export._graph import array_of
 from tx_export.errors import PassError
 from tx_export.passes import Context, Coverage, Left, Outcome, Stored
 from tx_export.quantize._half_fills import bring_fills_into_range
+from tx_export.quantize._half_on_cpu import note_on
 from tx_export.quantize._half_ranges import Ranges, measured
 from tx_export.quantize._half_rules import kept_nodes
 from tx_export.quantize._half_types import Half, computes, fill_in_types
@@ -46,7 +47,8 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
         _lower(graph, half.dtype, lowered, keep_io)
     RemoveUnusedNodesPass()(model)
     left = tuple(Left(node.outputs[0].name or node.op_type, reason) for node, reason in kept.items())
-    coverage = Coverage(len(lowered), len(nodes), left, stored=stored)
+    notes = (note_on(model, half.name, context.provider),) if lowered and context is not None else ()
+    coverage = Coverage(len(lowered), len(nodes), left + notes, stored=stored)
     return Outcome(model, bool(lowered), coverage, subject="quantized")
 
 

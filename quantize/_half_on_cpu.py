@@ -1,4 +1,7 @@
-"""What ONNX Runtime's CPU provider makes of float16: a few kernels, and casts around every node that has none."""
+"""What to know of half precision where the CPU runs it, or stands in for the provider that does.
+
+ONNX Runtime's CPU provider has a few float16 kernels; around every other node it adds casts when it loads a graph.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
-__all__ = ["casts_at_load"]
+from tx_export.passes import Left
+
+__all__ = ["note_on"]
 
 
-def casts_at_load(model: ir.Model) -> int:
+def note_on(model: ir.Model, half: str, provider: str) -> Left:
+    """For manifest and report: what it costs on a CPU, or that another provider's arithmetic was emulated on one."""
+    if provider != "cpu":
+        return Left("verification", f"on a CPU, in float32 with every result rounded to {half} as {provider} rounds it")
+    added = _casts_at_load(model)
+    return Left("speed on CPUs", f"{added} casts are added at load, around float32 kernels: by those slower than fp32")
+
+
+def _casts_at_load(model: ir.Model) -> int:
     """How many casts it adds when the graph is loaded."""
     with tempfile.TemporaryDirectory() as folder:
         given, loaded = Path(folder) / "given.onnx", Path(folder) / "loaded.onnx"

@@ -243,5 +243,6 @@ def test_a_build_of_bfloat16_for_cuda_is_judged_by_emulation_on_the_cpu(hf_check
     record = manifest["verification"]["passes"][-1]
     assert (record["pass"], record["kind"], record["budget"]) == ("bfloat16", "drift", "sqnr_db=22")
     assert record["outputs"]["logits"]["sqnr_db"] >= 22
+    assert any(left["name"] == "verification" for left in manifest["quantized"]["left"])
     weights = [value.dtype for value in ir.load(folder / "model.onnx").graph.initializers.values()]
     assert ir.DataType.BFLOAT16 in weights and ir.DataType.FLOAT not in weights
