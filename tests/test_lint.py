@@ -108,7 +108,7 @@ _FAULTS = {
     ),
     "a fill with -inf": (
         's = (x @ x.mT).masked_fill(mask[:, None] == 0, float("-inf"))\nreturn s.softmax(-1) @ x',
-        "nan", "warning", 1, 'float("-inf")',
+        "nan", "error", 1, 'float("-inf")',
     ),
     "B080: dropout that eval mode does not stop": (
         "return nn.functional.dropout(x, 0.5, training=True)", "random", "error", 1, "nn.functional.dropout",

@@ -96,3 +96,9 @@ def test_a_shape_takes_the_sizes_of_its_named_dims() -> None:
 @pytest.mark.parametrize(("name", "expected"), [("attention_mask", True), ("mask", True), ("mask_ids", False)])
 def test_a_mask_is_known_by_the_end_of_its_name(name: str, expected: bool) -> None:
     assert TensorSpec(name, "int64", (Dim("batch"),)).is_mask is expected
+
+
+def test_a_mask_with_a_range_of_its_own_is_drawn_from_it() -> None:
+    assert TensorSpec.parse("attention_mask:int64[b,t]").is_mask
+    assert TensorSpec.parse("attention_mask:int64[b,t]{0..1}").is_mask
+    assert not TensorSpec.parse("attention_mask:float32[b,1,1,t]{-10000..0}").is_mask

@@ -56,6 +56,10 @@ class DotProducts(nn.Module):
             attend(q, k[:, :2], k[:, 2:], seen, enable_gqa=True),
             attend(x, memory, memory, memory_mask[:, None, :]),
             attend(x, x, x[..., :5]),
+            attend(x[0], memory[0], memory[0]),
+            attend(q[:, None], k[:, None], k[:, None], seen[:, None]),
+            attend(q, k[:1], k[:1, :1]),
+            attend(q.double(), k.double(), k.double(), seen),
         )
 
 
@@ -95,7 +99,7 @@ class Stock(nn.Module):
         )
 
 
-_FUSED = {"DotProducts": 14, "Stock": 4 + 1 + 1 + 2 * 2 + 2 * 2}  # where only the weights are asked for, none
+_FUSED = {"DotProducts": 17, "Stock": 4 + 1 + 1 + 2 * 2 + 2 * 2}  # for float64, and for weights alone, none
 _MODULES: Mapping[str, Callable[[], nn.Module]] = {"DotProducts": DotProducts, "Stock": Stock}
 _OPERATORS = ("Attention", "MultiHeadAttention")
 
@@ -110,7 +114,8 @@ def model(name: str) -> EagerModel:
 def _outputs(name: str) -> list[str]:
     text, wide = "float32[batch,tokens<=40,24]", "float32[batch,4,tokens<=40,6]"
     if name == "DotProducts":
-        texts = [wide] * 12 + [text, "float32[batch,tokens<=40,5]"]
+        five, double = "float32[batch,1,4,tokens<=40,6]", "float64[batch,4,tokens<=40,6]"
+        texts = [wide] * 12 + [text, "float32[batch,tokens<=40,5]", "float32[tokens<=40,24]", five, wide, double]
     else:
         first = "float32[tokens<=40,batch,24]"
         weights = ["float32[batch,4,tokens<=40,source<=30]", first, "float32[batch,tokens<=40,source<=30]"]

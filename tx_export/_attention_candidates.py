@@ -9,7 +9,21 @@ from tx_export._graph import array_of
 __all__ = ["candidates", "comes_from_product", "is_product"]
 
 # What may stand between a product and the softmax in something that is attention at heart.
-_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh", "IsNaN", "Cast", "Identity")
+_ELEMENTWISE = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Where",
+    "Max",
+    "Min",
+    "Clip",
+    "Tanh",
+    "IsNaN",
+    "Cast",
+    "Identity",
+    "ScatterND",
+)
 _PASSED = frozenset((*_ELEMENTWISE, "Reshape", "Transpose", "Unsqueeze", "Squeeze"))
 _NEAR = 40  # values looked at
 

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tx_export import plugins
+from tx_export._lint_frames import module_paths
+from tx_export._lint_run import watched
+from tx_export._lint_source import assigned_at
 from tx_export._module_adapter import Call, ModuleAdapter
 from tx_export._module_inputs import beyond, example, sizes_of
 from tx_export._module_outputs import Place, leaves, output_names
@@ -132,11 +135,26 @@ def _trial(
     slots = tuple(sorted({*changes(before, between), *changes(before, after)}))
     if not _same(first, again, 1e-4):
         cause = f"forward changes {', '.join(map(dotted, slots))}" if slots else "random numbers in forward?"
+        where = _line(user, partial(call, module), module, example(specs, small), slots)
         raise LoadError(
-            f"{user.reference}: it answers differently when it is run again on the same inputs ({cause}); "
+            f"{where}{user.reference}: it answers differently when it is run again on the same inputs ({cause}); "
             "an artifact keeps no state between runs, and draws no random numbers"
         )
     return slots, tuple(slot for slot in slots if _shape(between, slot) == _shape(after, slot) != _shape(before, slot))
+
+
+def _line(
+    user: UserModule, forward: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], slots: Sequence[Slot]
+) -> str:
+    """`FILE:LINE: ` of the user's that writes to the first slot, or that draws random numbers; empty if unknown."""
+    paths = module_paths(module)
+    if slots:
+        part = module.get_submodule(slots[0][0])
+        place = assigned_at(part, paths[id(part)], slots[0][2])
+    else:
+        _, notes = watched(lambda: run(user, forward, inputs), paths)
+        place = next(iter(notes.of("random")), None)
+    return "" if place is None else f"{place.file}:{place.line}: "
 
 
 def _shape(state: State, slot: Slot) -> tuple[int, ...] | None:

@@ -122,7 +122,9 @@ def _draw(spec: TensorSpec, shape: tuple[int, ...], pad_id: int | None, rng: np.
     if spec.name.endswith("token_type_ids") or dtype.kind == "b":
         high = min(high, 1)
     if pad_id is None or not _holds_ids(spec) or not low <= pad_id <= high or low == high:
-        return rng.integers(low, high, shape, endpoint=True)
+        values = rng.integers(low, high, shape, endpoint=True)
+        values.reshape(-1)[[0, -1][: values.size]] = [low, high][: values.size]  # rows that chance seldom looks up
+        return values
     values = rng.integers(low, high, shape)  # one value fewer: the pad id is left out
     return values + (values >= pad_id)
 

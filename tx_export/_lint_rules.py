@@ -21,7 +21,7 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
     "frozen-dimension": (
         "error",
         "`{code}` makes a constant of the dimension {detail}",
-        "use the size as it is (no int, float, range or math on it), or declare the dimension as a number",
+        "use the size as it is (// for int and /, no float, range or math), or declare the dimension as a number",
     ),
     "shape-branch": (
         "warning",
@@ -55,14 +55,14 @@ _RULES: dict[str, tuple[Severity, str, str]] = {
         "use torch.finfo(x.dtype).min, which fits every dtype",
     ),
     "nan": (
-        "warning",
+        "error",
         "`{code}` gives NaN where a row of the mask is empty",
         "fill with torch.finfo(x.dtype).min instead of -inf, which softmax turns into finite weights",
     ),
     "nan-weights": (
-        "warning",
+        "error",
         "`{code}` gives NaN where a row of the mask is empty",
-        "pass need_weights=False, with which torch gives such a row zeros",
+        "pass need_weights=False, with which such a row gets zeros, or a float mask of finite numbers",
     ),
     "unsupported": (
         "error",

@@ -149,7 +149,7 @@ def samples(model: EagerModel, path: Path, runner: Runner | None) -> dict[str, f
         arrays |= {f"case{number:02d}/output/{name}": array for name, array in outputs.items()}
         arrays[f"case{number:02d}/mask_kind"] = np.array(case.mask)
         for name, array in (runner(case.feeds) if runner is not None else {}).items():
-            meter.add(outputs[name], array)
+            meter.add(np.atleast_1d(outputs[name]), np.atleast_1d(array))
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
     difference = meter.result()
     if runner is None or difference.max_abs <= fidelity_bound(difference.largest):

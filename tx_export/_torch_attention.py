@@ -69,11 +69,10 @@ class _Emission(TorchFunctionMode):
         bound.apply_defaults()
         given = bound.arguments
         unusual = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
-        plain = given["query"].ndim != 3 or given["query"].dtype != torch.float32
-        if not (unusual or plain or given["add_zero_attn"] or given["training"]):
+        if not (unusual or given["query"].ndim != 3 or given["add_zero_attn"] or given["training"]):
             for name in ("key_padding_mask", "attn_mask"):
                 given[name] = self._as_bool(given[name])
-            return _multi_head(self._ops, given)
+            return _multi_head(self._ops if given["query"].dtype == torch.float32 else "plain", given)
         # Torch's own form, with the one call of attention in it emitted; inside of a mode's method the mode is off.
         functional.scaled_dot_product_attention = functools.partial(_dot_product, self._ops)
         try:
@@ -100,13 +99,26 @@ def _dot_product(
     enable_gqa: bool = False,
 ) -> Tensor:
     """As torch documents it: query [B, H, T, D], or [B, T, D] with one head."""
+    if query.ndim == 2:
+        query, key, value = query[None], key[None], value[None]
+        return _dot_product(ops, query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
+    if query.ndim > 4:
+        lead = query.shape[:-3]
+        if attn_mask is not None and attn_mask.ndim > 3:
+            attn_mask = attn_mask.expand(*lead, -1, -1, -1).flatten(0, -4)
+        query, key, value = (each.expand(*lead, -1, -1, -1).flatten(0, -4) for each in (query, key, value))
+        context = _dot_product(ops, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return torch.unflatten(context, 0, lead)
     if query.ndim == 3:
         attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
         query, key, value = query[:, None], key[:, None], value[:, None]
         return _dot_product(ops, query, key, value, attn_mask, dropout_p, is_causal, scale)[:, 0]
     sizes = (query.shape[1], key.shape[1], value.shape[1], query.shape[-1], value.shape[-1])
-    if not all(isinstance(size, int) for size in sizes) or query.ndim != 4 or dropout_p or query.dtype != torch.float32:
+    if not all(isinstance(size, int) for size in sizes) or query.ndim != 4 or dropout_p:
         return _TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if query.dtype != torch.float32:
+        ops = "plain"  # the fused operators are float32's
+    query, key, value = _one_batch(query, key, value)
     heads, lengths = query.shape[1], (query.shape[0], query.shape[2], key.shape[2])
     key, value = (_repeated(tensor, heads // tensor.shape[1]) for tensor in (key, value))
     mask = EVERYTHING if attn_mask is None else mask_of(attn_mask, *lengths)
@@ -115,6 +127,12 @@ def _dot_product(
         mask, is_causal = mask_of(square.tril(), *lengths), False
     context = _attend(ops, _merged(query), _merged(key), _merged(value), heads, mask, is_causal, scale)
     return _split(context, heads)
+
+
+def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same batch for all: torch takes one row for every row."""
+    batch = next((each.shape[0] for each in tensors if not statically_known_true(each.shape[0] == 1)), 1)
+    return tuple(each if each.shape[0] is batch else each.expand(batch, -1, -1, -1) for each in tensors)
 
 
 def _multi_head(ops: Ops, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +212,7 @@ def _weights(q: Tensor, k: Tensor, heads: int, mask: Mask, causal: bool, scale: 
         square = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         mask = mask_of(square.tril(), q.shape[0], q.shape[2], k.shape[2])
     bias = _bias(mask, q.shape[2])
-    return (scores if bias is None else scores + bias).softmax(dim=-1)
+    return (scores if bias is None else scores + bias.to(scores.dtype)).softmax(dim=-1)
 
 
 def _bias(mask: Mask, queries: int) -> Tensor | None:

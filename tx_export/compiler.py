@@ -112,10 +112,10 @@ def _load(options: BuildOptions) -> EagerModel:
 
 
 def _heed(findings: Sequence[Finding]) -> None:
-    """Tell the warnings; ExportError for the first error."""
+    """Tell the warnings; for the first error ExportError, or BudgetError where eager itself gives NaN."""
     for found in findings:
         if found.severity == "error":
-            raise ExportError(str(found))
+            raise (BudgetError if found.kind.startswith("nan") else ExportError)(str(found))
         _log.warning("%s", found)
 
 

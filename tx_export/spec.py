@@ -79,7 +79,7 @@ class TensorSpec:
 
     @property
     def is_mask(self) -> bool:
-        return self.name.endswith("mask")
+        return self.name.endswith("mask") and (self.low, self.high) in ((None, None), (0, 1))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape when the named dimensions have these sizes."""

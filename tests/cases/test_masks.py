@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tx_export import runtime
-from tx_export.errors import TxExportError
+from tx_export.errors import BudgetError, TxExportError
 from tx_export.load import load
 from tx_export.metrics import fidelity_bound
 from tx_export.spec import EagerModel
@@ -101,6 +101,12 @@ def test_b014_a_pooled_vector_without_a_real_token_is_zero(once: Once) -> None:
 def test_b008_a_branch_on_the_values_of_a_mask_stops_the_build_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(TxExportError, match=r"user_modules\.py:\d+: .*attention_mask\.bool\(\)\.all\(\)"):
         build_user("SkipsFullMasks", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_eager_that_gives_nan_on_an_empty_row_stops_the_build_with_its_line_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"user_modules\.py:\d+: in attention: .*pass need_weights=False"):
+        build_user("WantsWeights", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -39,6 +39,14 @@ def test_a_stock_encoder_with_a_padding_mask_is_fused_and_quantized_in_every_lay
     assert manifest["quantized"] == {"done": 9, "of": 9, "left": []}  # 2 layers of 4 products, and the table of words
 
 
+def test_an_output_without_axes_is_right_at_every_shape(once: Once) -> None:
+    model, artifact = load(user("Loss")), runtime.Model(once("user-loss", lambda path: build_user("Loss", path)))
+    for batch, tokens in ((1, 1), (3, 9)):
+        feeds = {"input_ids": ids(batch, tokens), "attention_mask": np.ones((batch, tokens), np.int64)}
+        assert artifact.run_arrays(feeds)["output_0"].shape == ()
+        assert worst(model, artifact, feeds) <= fidelity_bound(0)
+
+
 def test_b023_the_fast_path_is_as_it_was_behind_a_failed_build(tmp_path: Path) -> None:
     for enabled in (True, False):
         mha.set_fastpath_enabled(enabled)

@@ -81,6 +81,31 @@ class SkipsFullMasks(Stock):
         return out
 
 
+class WantsWeights(nn.Module):
+    """nn.MultiheadAttention asked for its weights, as it is by default: NaN where a row is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.attention = Words(), nn.MultiheadAttention(96, 4, batch_first=True)
+
+    @staticmethod
+    def tx_inputs() -> list[str]:
+        return [_IDS, _MASK]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        out: Tensor = self.attention(x, x, x, key_padding_mask=attention_mask == 0)[0]
+        return out
+
+
+class Loss(Stock):
+    """Gives a number beside its states."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = super().forward(input_ids, attention_mask)
+        return hidden.square().mean(), hidden
+
+
 class Causal(nn.Module):
     """Causal attention with learned positions, and a head on the last token by a negative index."""
 
