@@ -5,7 +5,7 @@ A node of float32 either becomes half as a whole, or stays with a reason. Where 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
@@ -16,7 +16,7 @@ from tx_export.passes import Context, Coverage, Left, Outcome, Stored
 from tx_export.quantize._half_fills import bring_fills_into_range
 from tx_export.quantize._half_on_cpu import note_on
 from tx_export.quantize._half_ranges import Ranges, measured
-from tx_export.quantize._half_rules import kept_nodes
+from tx_export.quantize._half_rules import kept_nodes, without_form
 from tx_export.quantize._half_types import Half, computes, fill_in_types
 
 __all__ = ["to_half"]
@@ -24,7 +24,7 @@ __all__ = ["to_half"]
 _INTEGER = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "QAttention")
 
 
-def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None) -> Outcome:
+def to_half(model: ir.Model, half: Half, keep_io: bool, keep: str, context: Context | None) -> Outcome:
     """Convert the graph in place; nodes inside of control flow stay. PassError where it computes in 8 bits already."""
     graph = model.graph
     quantized = next((node for node in graph.all_nodes() if node.op_type in _INTEGER), None)
@@ -36,8 +36,7 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     fill_in_types(graph)
     nodes = [node for node in graph if computes(node)]
-    ranges = _ranges(model, context)
-    kept = kept_nodes(graph, half, ranges)
+    kept = _listed(nodes, half, keep) if keep else kept_nodes(graph, half, _ranges(model, context))
     lowered = {node for node in nodes if node not in kept}
     if not any(_has_weight(node) for node in lowered):
         lowered.clear()  # nothing would be smaller
@@ -48,8 +47,19 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, context: Context | None)
     RemoveUnusedNodesPass()(model)
     left = tuple(Left(node.outputs[0].name or node.op_type, reason) for node, reason in kept.items())
     notes = (note_on(model, half.name, context.provider),) if lowered and context is not None else ()
-    coverage = Coverage(len(lowered), len(nodes), left + notes, stored=stored)
+    repeat = f"keep_io={str(keep_io).lower()}, keep={'|'.join(each.name for each in left) or 'none'}"
+    coverage = Coverage(len(lowered), len(nodes), left + notes, repeat=repeat, stored=stored)
     return Outcome(model, bool(lowered), coverage, subject="quantized")
+
+
+def _listed(nodes: Sequence[ir.Node], half: Half, keep: str) -> dict[ir.Node, str]:
+    """The nodes whose outputs are listed, and those that can't be half."""
+    names = set(keep.split("|")) - {"none"}
+    unknown = sorted(names - {node.outputs[0].name for node in nodes})
+    if unknown:
+        raise PassError(f"{half.name}: keep lists {', '.join(unknown)}, which no node of float32 makes")
+    reasons = {node: "listed" if node.outputs[0].name in names else without_form(node, half) for node in nodes}
+    return {node: reason for node, reason in reasons.items() if reason is not None}
 
 
 def _ranges(model: ir.Model, context: Context | None) -> Ranges:

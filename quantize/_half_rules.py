@@ -13,7 +13,7 @@ from tx_export.quantize._half_fills import is_fill
 from tx_export.quantize._half_ranges import Ranges
 from tx_export.quantize._half_types import Half, computes, has_form
 
-__all__ = ["kept_nodes"]
+__all__ = ["kept_nodes", "without_form"]
 
 # Between a small number that keeps a divisor from 0 and the quotient.
 _TO_QUOTIENT = {
@@ -38,7 +38,7 @@ def kept_nodes(graph: ir.Graph, half: Half, ranges: Ranges) -> dict[ir.Node, str
     """The nodes that compute in float32 and must go on so, in order, each with the reason."""
     nodes = [node for node in graph if computes(node)]
     rules: tuple[Callable[[ir.Node], str | None], ...] = (
-        lambda node: _without_form(node, half),
+        lambda node: without_form(node, half),
         lambda node: _rounded_constant(node, half),
         lambda node: _out_of_range(node, half, ranges),
         lambda node: _norm(node, half, ranges),
@@ -56,7 +56,8 @@ def kept_nodes(graph: ir.Graph, half: Half, ranges: Ranges) -> dict[ir.Node, str
     return {node: kept[node] for node in nodes if node in kept}
 
 
-def _without_form(node: ir.Node, half: Half) -> str | None:
+def without_form(node: ir.Node, half: Half) -> str | None:
+    """Why a node can't be half at all; None for most."""
     if any(
         attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
     ):

@@ -24,6 +24,7 @@ class Bfloat16(GraphPass):
     """As float16, with nothing out of range but infinities."""
 
     keep_io: bool = True  # inputs and outputs stay float32
+    keep: str = ""  # outputs of the nodes that stay, with | between them, or `none`; empty: decided by ranges and rules
 
     budget: ClassVar[str | None] = "sqnr_db=22"  # 18 dB, three bits, fewer than float16
 
@@ -33,4 +34,4 @@ class Bfloat16(GraphPass):
                 "bfloat16: ONNX Runtime's CPU provider has no bfloat16 arithmetic, so the file would not load; "
                 "build for --provider cuda, or take float16 or dynamic_int8"
             )
-        return to_half(model, BFLOAT16, self.keep_io, self.context)
+        return to_half(model, BFLOAT16, self.keep_io, self.keep, self.context)

@@ -22,8 +22,9 @@ class Float16(GraphPass):
     """Ranges are measured on calibration text; without any, only the weights are looked at."""
 
     keep_io: bool = True  # inputs and outputs stay float32
+    keep: str = ""  # outputs of the nodes that stay, with | between them, or `none`; empty: decided by ranges and rules
 
     budget: ClassVar[str | None] = "sqnr_db=40"
 
     def call(self, model: ir.Model) -> Outcome:
-        return to_half(model, FLOAT16, self.keep_io, self.context)
+        return to_half(model, FLOAT16, self.keep_io, self.keep, self.context)

@@ -41,6 +41,11 @@ def halve(model: ir.Model, *feeds: dict[str, Array], **options: Any) -> Coverage
     return dataclasses.replace(outcome.coverage, left=left)
 
 
+def repeated(coverage: Coverage) -> Float16:
+    """The pass with the options that make the same choice without ranges."""
+    return Float16.parse(coverage.repeat)
+
+
 def dtypes(model: ir.Model) -> dict[str, str]:
     constants = model.graph.initializers.items()
     return {name: str(value.const_value.dtype) for name, value in constants if value.const_value is not None}
@@ -53,7 +58,9 @@ def reasons(coverage: Coverage) -> dict[str, str]:
 def test_a_product_moves_by_no_more_than_the_rounding_of_its_operands_and_its_result() -> None:
     weight, x = normal(64, 48), normal(20, 64, seed=1)
     model = matmul_model(weight)
-    assert halve(model) == Coverage(1, 1, stored=(Stored("weight", 12288, 6144, "float16"),))
+    assert halve(model) == Coverage(
+        1, 1, repeat="keep_io=true, keep=none", stored=(Stored("weight", 12288, 6144, "float16"),)
+    )
     assert dtypes(model) == {"weight": "FLOAT16"} and operators(model) == ["Cast", "MatMul", "Cast"]
     assert [value.dtype for value in (*model.graph.inputs, *model.graph.outputs)] == [ir.DataType.FLOAT] * 2
     exact = x.astype(np.float64) @ weight
@@ -82,6 +89,9 @@ def test_values_out_of_range_on_text_stay_in_float32_with_their_size_as_the_reas
     x = np.full((2, 4), 100, np.float32)
     coverage = halve(model, {"x": x})
     assert reasons(coverage) == {"b": "b reaches 1e+06", "y": "b reaches 1e+06"} and coverage.done == 1
+    again = graph("float[n, 4] x", "float[n, 4] y", weights, body)
+    repeated(coverage)(again)
+    assert dtypes(again) == dtypes(model) and operators(again) == operators(model)
     # 100, 1e4 and 1e6 are whole numbers of few bits; only the factor is rounded, and y is float32.
     for each in (model, emulated(model)):
         assert np.abs(run(each, {"x": x})["y"] - 1000).max() <= 1000 * _EPSILON
@@ -136,7 +146,9 @@ def test_a_tied_table_is_half_for_rows_and_for_the_product() -> None:
     table = normal(300, 16)
     body = "x = Gather (t, ids) z = Tanh (x) u = Transpose (t) y = MatMul (z, u)"
     model = graph("int64[n] ids", "float[n, 300] y", {"t": table}, body)
-    assert halve(model) == Coverage(4, 4, stored=(Stored("t", 19200, 9600, "float16"),))
+    assert halve(model) == Coverage(
+        4, 4, repeat="keep_io=true, keep=none", stored=(Stored("t", 19200, 9600, "float16"),)
+    )
     assert dtypes(model) == {"t": "FLOAT16"} and operators(model)[-1] == "Cast"
     rows = table.astype(np.float16).astype(np.float64)
     exact = np.tanh(rows[[3, 7]]) @ rows.T
@@ -187,6 +199,11 @@ def test_a_graph_without_weights_in_reach_is_left_alone() -> None:
     model = graph("float[n] x", "float[n] y", {}, "y = Exp (x)")
     coverage = halve(model)
     assert coverage.done == 0 and reasons(coverage) == {"y": "Exp needs more bits"} and operators(model) == ["Exp"]
+
+
+def test_a_node_to_keep_that_is_not_there_is_named() -> None:
+    with pytest.raises(PassError, match=r"^float16: keep lists nothing, which no node of float32 makes"):
+        Float16(keep="y|nothing")(matmul_model(normal(4, 4)))
 
 
 def test_a_second_run_changes_nothing() -> None:
