@@ -228,3 +228,56 @@ def test_a_pass_that_raises_is_named_with_what_it_raised() -> None:
 def test_what_is_no_pass_is_refused_by_name() -> None:
     with pytest.raises(PluginError, match=r"passes: stranger is no pass; a pass derives from GraphPass or ModulePass"):
         Pipeline.parse("stranger", lambda name: cast(type[Pass], int))
+
+
+@dataclass(frozen=True)
+class _Shrink(ModulePass):
+    """Takes lines from a product: those given, else as many as asked for, from the end."""
+
+    lines: str = ""
+    count: int = 1
+
+    def apply(self, module: nn.Module) -> tuple[nn.Module, Coverage]:
+        assert self.context is not None and isinstance(module, nn.Linear)
+        if self.count < 0:
+            raise RuntimeError("fewer than none")
+        count = len(self.lines.split(",")) if self.lines else self.count
+        lines = ",".join(map(str, range(module.out_features - count, module.out_features)))
+        done = nn.Linear(module.in_features, module.out_features - count)
+        left = () if count else (Left("lines", "none were asked for"),)
+        return done, Coverage(count, module.out_features, left, repeat=f"lines={lines}" if count else "")
+
+
+def _shrunk(*passes: Pass, asked: Sequence[str] = ()) -> tuple[nn.Module, Pipeline, list[int]]:
+    seen: list[int] = []
+    module, repeating = Pipeline(passes).run_module(
+        nn.Linear(2, 9), _context(), asked, lambda item, coverage: seen.append(coverage.done)
+    )
+    return module, repeating, seen
+
+
+def test_module_passes_follow_each_other_and_the_pipeline_holds_their_choice() -> None:
+    module, repeating, seen = _shrunk(_Shrink(count=3), _Rename(), _Shrink(count=2))
+    assert module.out_features == 4 and seen == [3, 2]
+    assert str(repeating).startswith("test_passes{lines=6,7,8, count=1} test_passes{to=")
+    assert str(repeating).endswith("} test_passes{lines=4,5, count=1}")
+    again, same, _ = _shrunk(*repeating.passes)
+    assert again.out_features == 4 and same == repeating
+
+
+def test_a_module_pass_that_was_asked_for_must_change_something() -> None:
+    assert _shrunk(_Shrink(count=0))[2] == [0]
+    with pytest.raises(PassError, match=r"pass test_passes changed nothing \(lines: none were asked for\)"):
+        _shrunk(_Shrink(count=0), asked=["test_passes"])
+
+
+def test_what_a_module_pass_raises_is_told_under_its_name() -> None:
+    with pytest.raises(PassError, match="pass test_passes raised RuntimeError: fewer than none"):
+        _shrunk(_Shrink(count=-1))
+
+
+def test_a_comma_that_no_key_follows_belongs_to_the_value_before_it() -> None:
+    assert _Shrink.parse("lines=1,2,3, count=4") == _Shrink("1,2,3", 4)
+    assert _Shrink.parse("count=4,lines=1,2") == _Shrink("1,2", 4)
+    with pytest.raises(PluginError, match=r"unknown option '1'; known: lines, count"):
+        _Shrink.parse("1,lines=2")

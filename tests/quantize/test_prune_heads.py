@@ -24,7 +24,7 @@ from tx_export.models.mpnet import Mpnet
 from tx_export.models.parts.attention import Attention
 from tx_export.models.roberta import Roberta
 from tx_export.passes import Context, Coverage
-from tx_export.quantize import _heads
+from tx_export.quantize import _heads, _units
 from tx_export.quantize.prune_heads import PruneHeads
 from tx_export.spec import EagerModel, ModelSpec
 from tx_export.testing import eager_model, tiny_bert_folder, tiny_classifier, tiny_embedder
@@ -215,6 +215,13 @@ def test_the_heads_that_matter_least_go_first(make: Callable[[], EagerModel], im
             model.module.encoder.layers[layer].attention.output.weight[:, 4 * head : 4 * head + 4] *= 1e-3  # type: ignore[union-attr, index]
     _, coverage = PruneHeads(ratio=3 / 8, importance=importance, context=context(model)).apply(model.module)
     assert coverage.kept == ((0, (0, 1, 3)), (1, (1, 2)))
+
+
+def test_padding_counts_for_no_head() -> None:
+    hidden = torch.ones(2, 3, 4, requires_grad=True)
+    mask = np.array([[1, 1, 0], [1, 0, 0]])
+    _units._signed(hidden, {"attention_mask": mask}, torch.Generator().manual_seed(0)).backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None and torch.equal(hidden.grad.abs(), torch.from_numpy(mask)[..., None].expand(2, 3, 4))
 
 
 def test_without_text_the_norm_of_the_weights_decides_and_is_told(
