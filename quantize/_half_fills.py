@@ -16,6 +16,7 @@ from tx_export._graph import add_initializer, array_of
 __all__ = ["bring_fills_into_range", "is_fill"]
 
 _FILL = 4096.0
+_ABSORBS = 1e8  # a score up to 2 is rounded away
 # What may stand between a fill and the softmax: each keeps the number, adds to it, or chooses.
 _ON_THE_WAY = {
     "Add", "Cast", "Clip", "Concat", "Expand", "Gather", "Identity", "Max", "Min", "Mul", "Reshape", "Slice",
@@ -36,25 +37,32 @@ def is_fill(value: ir.Value) -> bool:
     array = array_of(value)
     if array is None or value.dtype != ir.DataType.FLOAT:
         return False
-    return bool((np.abs(array[np.isfinite(array)]) > _FILL).any()) and _only_hides(value)
+    largest = np.abs(array[np.isfinite(array)]).max(initial=0)
+    return bool(largest > _FILL) and _only_hides(value, absorbs=bool(largest > _ABSORBS))
 
 
-def _only_hides(value: ir.Value) -> bool:
-    """Whether all that is made of the value are softmaxes, biases of attention, and questions whether it is 0."""
+def _only_hides(value: ir.Value, absorbs: bool) -> bool:
+    """Whether all that is made of the value are softmaxes, biases of attention, and questions whether it is 0.
+
+    One that `absorbs` the score that it is added to does more: it makes rows even that are hidden as a whole.
+    """
     seen: set[ir.Value] = set()
-    todo, hides = [value], False
+    todo, hides = [(value, False)], False
     while todo:
-        each = todo.pop()
+        each, added = todo.pop()
         if each.is_graph_output():
             return False
         for use in each.uses():
             node, index = use.node, use.idx
+            if node.op_type == "Softmax" and added and absorbs:
+                return False
             if node.op_type == "Softmax" or index in _BIAS.get(node.op_type, ()) or _compares_with_zero(node):
                 hides = True
             elif node.op_type not in _ON_THE_WAY or node.graph is not value.graph:
                 return False
             else:
-                todo += [output for output in node.outputs if output not in seen]
+                adds = added or node.op_type in ("Add", "Sub")
+                todo += [(output, adds) for output in node.outputs if output not in seen]
                 seen.update(node.outputs)
     return hides
 
