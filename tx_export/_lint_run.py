@@ -65,6 +65,8 @@ class _Functions(TorchFunctionMode):
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What reaches the operators, whoever called them."""
 
+    supports_higher_order_operators = True  # flex_attention and the like pass by
+
     def __init__(self, paths: Paths, notes: Notes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths, self.notes = paths, notes
@@ -99,9 +101,10 @@ def _fill_kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
 
 def _operator_kinds(func: Any, args: tuple[Any, ...], found: Any) -> Iterator[Kind]:
     tensors = [value for value in tree_iter(found) if isinstance(value, Tensor)]
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    tags = getattr(func, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
         yield "random"
-    if torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_number(func, args):
+    if torch.Tag.dynamic_output_shape in tags and not _indexes_by_number(func, args):
         yield "data-shape"
     if any(tensor.is_complex() for tensor in tensors):
         yield "complex"

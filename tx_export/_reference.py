@@ -42,7 +42,7 @@ def eager_runner(model: EagerModel, module: nn.Module | None = None) -> Runner:
             raise LoadError(f"{model.source}: forward returns {len(tensors)} tensors, not {len(model.outputs)}")
         narrow = (torch.float16, torch.bfloat16)
         arrays = (tensor.float() if tensor.dtype in narrow else tensor for tensor in tensors)
-        return {spec.name: array.cpu().numpy() for spec, array in zip(model.outputs, arrays, strict=True)}
+        return {spec.name: array.detach().cpu().numpy() for spec, array in zip(model.outputs, arrays, strict=True)}
 
     return run
 
