@@ -194,6 +194,12 @@ def test_a_pass_that_nobody_asked_for_may_change_nothing() -> None:
     assert [outcome.modified for _, outcome in seen] == [False]
 
 
+def test_the_pipeline_that_repeats_a_run_leaves_out_what_changed_nothing() -> None:
+    pipeline = Pipeline((_Same(), _Rename("a"), _Rename("")), ("same", "mine.py:A", "mine.py:Idle"))
+    repeating = pipeline.run_graph(graph_from_text(_GRAPH), _context(), (), lambda item, outcome: None)
+    assert (repeating.passes, repeating.typed) == ((_Same(), _Rename("a")), ("same", "mine.py:A"))
+
+
 def test_later_passes_do_not_run_after_one_that_failed() -> None:
     model, seen = graph_from_text(_GRAPH), []
     pipeline = Pipeline((_Rename("a"), _Rename(""), _Rename("c")))

@@ -62,8 +62,8 @@ def run_graph_passes(
     judge: Judge,
     context: Context,
     progress: Progress,
-) -> dict[str, Coverage]:
-    """Run the graph passes, judging the graph behind each; returns what each changed."""
+) -> tuple[Pipeline, dict[str, Coverage]]:
+    """Run the graph passes, judging the graph behind each; the pipeline that repeats it, and what each changed."""
     changed: dict[str, Coverage] = {}
     caused: Budget | None = None
 
@@ -79,8 +79,7 @@ def run_graph_passes(
 
     progress("verify")
     judge.check(Step("export", _opened("export", graph, context), graph=graph))
-    pipeline.run_graph(graph, context, asked, after)
-    return changed
+    return pipeline.run_graph(graph, context, asked, after), changed
 
 
 def _opened(step: str, graph: ir.Model, context: Context) -> Runner:

@@ -85,7 +85,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     judge = judging(model)
     progress("export")
     graph = export(model, target)
-    made |= run_graph_passes(graph, pipeline, asked, judge, context, progress)
+    pipeline, changed = run_graph_passes(graph, pipeline, asked, judge, context, progress)
     if override is not None and all(item.budget is None for item in pipeline.passes):
         judge.check(Step("export", context.open(graph), override, graph=graph))
     verification = judge.verification()
@@ -95,7 +95,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     check_target(folder, options.force)  # another build may have got there first
     with staged(folder) as new:
         progress("write")
-        _write(new, model, graph, provider, pipeline, verification, made, options)
+        _write(new, model, graph, provider, pipeline, verification, made | changed, options)
     return folder
 
 

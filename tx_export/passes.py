@@ -187,10 +187,16 @@ class Pipeline:
 
     def run_graph(
         self, model: ir.Model, context: Context, asked: Iterable[str], after: Callable[[Pass, Outcome], None]
-    ) -> None:
-        """Run the graph passes in place, calling `after` behind each; one in `asked` must change something."""
-        for item in self.passes:
+    ) -> Self:
+        """Run the graph passes in place, calling `after` behind each; one in `asked` must change something.
+
+        Returns the pipeline that repeats it without measuring: without the graph passes that changed nothing.
+        """
+        typed = self.typed or tuple(item.name() for item in self.passes)
+        repeating: list[tuple[Pass, str]] = []
+        for item, name in zip(self.passes, typed, strict=True):
             if not isinstance(item, GraphPass):
+                repeating.append((item, name))
                 continue
             with _named(item):
                 outcome = dataclasses.replace(item, context=context)(model)
@@ -198,7 +204,13 @@ class Pipeline:
                 raise PassError(f"pass {item.name()} returned {type(outcome).__name__}, not an Outcome")
             if not outcome.modified and item.name() in asked:
                 raise _unchanged(item, outcome.coverage)
+            if outcome.modified:
+                repeat = outcome.coverage.repeat
+                repeating.append((type(item).parse(repeat) if repeat else item, name))
             after(item, outcome)
+        return dataclasses.replace(
+            self, passes=tuple(item for item, _ in repeating), typed=tuple(name for _, name in repeating)
+        )
 
 
 @contextmanager

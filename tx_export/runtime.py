@@ -951,7 +951,8 @@ class Model:
         return outputs
 
     def _warn_without_vnni(self) -> None:
-        if (self.manifest.get("quantized") or {}).get("done") and _lacks_vnni():
+        integers = (self.manifest.get("quantized") or {}).get("done") and self.manifest.get("batch_dependent", True)
+        if integers and _lacks_vnni():
             verified = (self.manifest.get("verified_on") or {}).get("instruction_sets") or ["a machine not recorded"]
             slower = "this CPU has no VNNI: int8 products run in an exact but slower form"
             self._notices.say("vnni", f"{slower}; the accuracy was verified on {', '.join(verified)}")
