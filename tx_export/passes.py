@@ -188,10 +188,7 @@ class Pipeline:
     def run_graph(
         self, model: ir.Model, context: Context, asked: Iterable[str], after: Callable[[Pass, Outcome], None]
     ) -> Self:
-        """Run the graph passes in place, calling `after` behind each; one in `asked` must change something.
-
-        Returns the pipeline that repeats it without measuring: without the graph passes that changed nothing.
-        """
+        """Run the graph passes in place; one in `asked` must change something. Returns what did, for a repeat."""
         typed = self.typed or tuple(item.name() for item in self.passes)
         repeating: list[tuple[Pass, str]] = []
         for item, name in zip(self.passes, typed, strict=True):
