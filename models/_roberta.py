@@ -12,7 +12,17 @@ from typing import ClassVar
 from tx_export.models._bert_encoder import EncoderSizes
 from tx_export.models._bert_spec import LAYER_NAMES, BertSpec
 
-__all__ = ["RobertaSpec"]
+__all__ = ["HEAD_NAMES", "RobertaSpec"]
+
+HEAD_NAMES: Mapping[str, str] = {
+    "classifier": "head.classifier",  # of tokens
+    "classifier.dense": "head.pooler",  # of texts
+    "classifier.out_proj": "head.classifier",
+    "lm_head.dense": "head.transform",
+    "lm_head.layer_norm": "head.norm",
+    "lm_head.decoder": "head.decoder",
+    "lm_head": "head.decoder",
+}
 
 
 @dataclass(frozen=True)
@@ -22,15 +32,7 @@ class RobertaSpec(BertSpec):
     pad_token_id: int | None = 1
 
     prefix = "roberta"
-    names: ClassVar[Mapping[str, str]] = LAYER_NAMES | {
-        "classifier": "head.classifier",  # of tokens
-        "classifier.dense": "head.pooler",  # of texts
-        "classifier.out_proj": "head.classifier",
-        "lm_head.dense": "head.transform",
-        "lm_head.layer_norm": "head.norm",
-        "lm_head.decoder": "head.decoder",
-        "lm_head": "head.decoder",
-    }
+    names: ClassVar[Mapping[str, str]] = LAYER_NAMES | HEAD_NAMES
     unused = (
         r"(roberta\.)?embeddings\.(position_ids|token_type_ids)",
         r"((roberta\.)?pooler|lm_head|classifier|qa_outputs)\..*",

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from tx_export.models._bert_encoder import EncoderSizes
 from tx_export.models._bert_spec import LAYER_NAMES, BertSpec
+from tx_export.models._roberta import HEAD_NAMES
 from tx_export.models._tasks import architectures
 
 __all__ = ["Mpnet"]
@@ -39,13 +40,7 @@ class Mpnet(BertSpec):
         f"{_LAYER}.attn.o": "encoder.layers.N.attention.output",
         f"{_LAYER}.LayerNorm": "encoder.layers.N.attention_norm",
         "encoder.relative_attention_bias": "encoder.bias.table",
-        "classifier": "head.classifier",  # of tokens
-        "classifier.dense": "head.pooler",  # of texts
-        "classifier.out_proj": "head.classifier",
-        "lm_head.dense": "head.transform",
-        "lm_head.layer_norm": "head.norm",
-        "lm_head.decoder": "head.decoder",
-        "lm_head": "head.decoder",
+        **HEAD_NAMES,
     }
     unused = (r"(mpnet\.)?embeddings\.position_ids", r"((mpnet\.)?pooler|lm_head|classifier)\..*")
     counts_real_ids = True
