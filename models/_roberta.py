@@ -32,7 +32,7 @@ class RobertaSpec(BertSpec):
     pad_token_id: int | None = 1
 
     prefix = "roberta"
-    names: ClassVar[Mapping[str, str]] = LAYER_NAMES | HEAD_NAMES
+    names: ClassVar[Mapping[str, str]] = {**LAYER_NAMES, **HEAD_NAMES}
     unused = (
         r"(roberta\.)?embeddings\.(position_ids|token_type_ids)",
         r"((roberta\.)?pooler|lm_head|classifier|qa_outputs)\..*",
