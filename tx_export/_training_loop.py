@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tx_export._training_steps import LoopOptions, Metrics, evaluate, gradients,
 from tx_export._training_text import Rows, epoch_batches
 from tx_export.errors import LoadError, TxExportError
 
-__all__ = ["Fitted", "Progress", "TrainRecord", "fit"]
+__all__ = ["Fitted", "Objective", "Progress", "TrainRecord", "fit", "minimize"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class TrainRecord:
 
 
 Progress = Callable[[TrainRecord], None]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a loop minimizes: gradients of the chosen rows, whose mean loss is returned, and held-out metrics."""
+
+    lengths: Sequence[int]  # tokens of each row
+    gradients: Callable[[nn.Module, Sequence[int]], float]
+    judge: Callable[[nn.Module], Metrics]  # `loss`, and `accuracy` where there is one: it comes first
 
 
 @dataclass
@@ -86,25 +95,41 @@ def fit(
     saved: tuple[Path, str],
     progress: Progress,
 ) -> Fitted:
+    """Minimize the smoothed loss of the first rows; the others are held out."""
+    train, held_out = rows
+    objective = Objective(
+        [len(ids) for ids in train.ids],
+        lambda module, chosen: gradients(module, train, chosen, options),
+        lambda module: evaluate(module, held_out, options.batch_size),
+    )
+    return minimize(module, d_model, objective, options, saved, progress)
+
+
+def minimize(
+    module: nn.Module,
+    d_model: int,
+    objective: Objective,
+    options: LoopOptions,
+    saved: tuple[Path, str],
+    progress: Progress,
+) -> Fitted:
     """Train until nothing improves; `saved` is the checkpoint's file and the fingerprint that it must carry.
 
     Draws from torch's global generator. A checkpoint that is there is continued, to the weights of a run in one go.
     """
-    train, held_out = rows
     state = _started(module, options)
     if saved[0].exists():
         state.load(_read_checkpoint(*saved))
-    lengths = [len(ids) for ids in train.ids]
-    per_epoch = -(-len(lengths) // options.batch_size)
-    steps, every = per_epoch * options.epochs, options.evaluate_every or per_epoch
-    batches = epoch_batches(lengths, options.batch_size, options.seed, state.step // per_epoch)
+    per_epoch = -(-len(objective.lengths) // options.batch_size)
+    steps, every = options.steps or per_epoch * options.epochs, options.evaluate_every or per_epoch
+    batches = epoch_batches(objective.lengths, options.batch_size, options.seed, state.step // per_epoch)
     while state.step < steps and state.misses < options.patience:
         epoch, position = divmod(state.step, per_epoch)
         if position == 0:
-            batches = epoch_batches(lengths, options.batch_size, options.seed, epoch)
+            batches = epoch_batches(objective.lengths, options.batch_size, options.seed, epoch)
         rate = warmup_rate(state.step + 1, d_model, options.warmup, options.rate_factor)
-        loss = _update(state, train, batches[position], rate, options)
-        judged = _judge(state, held_out, options) if state.step % every == 0 or state.step == steps else None
+        loss = _update(state, objective, batches[position], rate, options)
+        judged = _judge(state, objective) if state.step % every == 0 or state.step == steps else None
         progress(TrainRecord(state.step, steps, epoch, loss, rate, judged))
         if state.step % options.checkpoint_every == 0 or judged is not None:
             _write_checkpoint(*saved, state)
@@ -118,11 +143,11 @@ def _started(module: nn.Module, options: LoopOptions) -> _State:
     return _State(module, average, optimizer, 0, 0, {}, {}, 0)
 
 
-def _update(state: _State, rows: Rows, chosen: list[int], rate: float, options: LoopOptions) -> float:
+def _update(state: _State, objective: Objective, chosen: list[int], rate: float, options: LoopOptions) -> float:
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     state.optimizer.zero_grad(set_to_none=True)
-    loss = gradients(state.module, rows, chosen, options)
+    loss = objective.gradients(state.module, chosen)
     if not math.isfinite(loss):
         raise TxExportError(
             f"step {state.step + 1}: the loss is {loss}; choose a smaller rate factor or a longer warm-up"
@@ -139,15 +164,19 @@ def _update(state: _State, rows: Rows, chosen: list[int], rate: float, options: 
     return loss
 
 
-def _judge(state: _State, held_out: Rows, options: LoopOptions) -> Metrics:
+def _judge(state: _State, objective: Objective) -> Metrics:
     judged = state.average if state.average is not None else state.module
-    metrics = evaluate(judged, held_out, options.batch_size)
-    if not state.best or (metrics["accuracy"], -metrics["loss"]) > (state.best["accuracy"], -state.best["loss"]):
+    metrics = objective.judge(judged)
+    if not state.best or _rank(metrics) > _rank(state.best):
         state.best, state.best_step, state.misses = metrics, state.step, 0
         state.best_weights = {name: weight.detach().clone() for name, weight in judged.state_dict().items()}
     else:
         state.misses += 1
     return metrics
+
+
+def _rank(metrics: Metrics) -> tuple[float, float]:
+    return metrics.get("accuracy", 0.0), -metrics["loss"]
 
 
 def _write_checkpoint(path: Path, fingerprint: str, state: _State) -> None:

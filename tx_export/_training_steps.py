@@ -19,7 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from tx_export._training_text import SPECIAL_TOKENS, Batch, Rows, collate
 from tx_export.errors import TxExportError
 
-__all__ = ["LoopOptions", "Metrics", "evaluate", "gradients", "recomputing", "smoothed_loss", "warmup_rate"]
+__all__ = [
+    "LoopOptions",
+    "Metrics",
+    "evaluate",
+    "gradients",
+    "recomputing",
+    "running",
+    "smoothed_loss",
+    "warmup_rate",
+    "with_unknown_words",
+]
 
 Metrics = dict[str, float]
 
@@ -31,6 +41,7 @@ class LoopOptions:
     batch_size: int = 32  # examples an update; 32, 64, 128 by size
     accumulation: int = 1  # micro-batches that a batch is cut into
     epochs: int = 20  # at most
+    steps: int = 0  # at most; 0: as many as the epochs have
     warmup: int = 4000  # steps until the rate falls
     rate_factor: float = 1.0
     label_smoothing: float = 0.1
@@ -55,8 +66,8 @@ class LoopOptions:
         for name in ("label_smoothing", "word_dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise TxExportError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        if self.rate_factor <= 0 or self.clip <= 0 or self.evaluate_every < 0:
-            raise TxExportError("rate_factor and clip must be above 0, evaluate_every at least 0")
+        if self.rate_factor <= 0 or self.clip <= 0 or min(self.evaluate_every, self.steps) < 0:
+            raise TxExportError("rate_factor and clip must be above 0, evaluate_every and steps at least 0")
 
 
 def warmup_rate(step: int, d_model: int, warmup: int, factor: float = 1.0) -> float:
@@ -93,22 +104,30 @@ def recomputing(module: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
+@contextmanager
+def running(module: nn.Module, options: LoopOptions) -> Iterator[None]:
+    """Inside, the module runs in the precision, and keeps the activations, that the options say."""
+    with (
+        recomputing(module) if options.activations == "recompute" else nullcontext(),
+        torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"),
+    ):
+        yield
+
+
 def gradients(module: nn.Module, rows: Rows, chosen: Sequence[int], options: LoopOptions) -> float:
     """Add the gradient of the mean loss over the chosen rows, micro-batch by micro-batch; returns that loss."""
     loss = 0.0
     for batch in collate(rows, chosen, options.batch_size // options.accumulation):
-        with (
-            recomputing(module) if options.activations == "recompute" else nullcontext(),
-            torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"),
-        ):
-            logits = module(_with_unknown_words(batch, options.word_dropout), batch.attention_mask)
+        with running(module, options):
+            logits = module(with_unknown_words(batch, options.word_dropout), batch.attention_mask)
         part = smoothed_loss(logits, batch.targets, options.label_smoothing, confidence=batch.confidence) / len(chosen)
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
     return loss
 
 
-def _with_unknown_words(batch: Batch, share: float) -> Tensor:
+def with_unknown_words(batch: Batch, share: float) -> Tensor:
+    """The ids with a random share of them read as [UNK]; special tokens stay."""
     if share == 0:
         return batch.input_ids
     hidden = (torch.rand(batch.input_ids.shape) < share) & (batch.input_ids >= len(SPECIAL_TOKENS))

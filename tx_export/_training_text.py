@@ -20,6 +20,7 @@ __all__ = [
     "Rows",
     "collate",
     "encode",
+    "encode_texts",
     "epoch_batches",
     "labels_of",
     "read_examples",
@@ -170,17 +171,22 @@ def encode(tokenizer: Tokenizer, examples: Sequence[Example], labels: tuple[str,
     unknown = sorted({example.label for example in examples} - set(labels))
     if unknown:
         raise LoadError(f"held-out label {unknown[0]!r} is not in the training data; it has {', '.join(labels)}")
-    try:
-        tokenizer.enable_truncation(max_length)
-        encodings = tokenizer.encode_batch([example.text for example in examples])
-    except Exception as error:
-        raise LoadError(f"the tokenizer can't cut texts to {max_length} tokens: {error}") from error
-    tokenizer.no_truncation()
     return Rows(
-        [list(encoding.ids) for encoding in encodings],
+        encode_texts(tokenizer, [example.text for example in examples], max_length),
         torch.tensor([labels.index(example.label) for example in examples]),
         torch.tensor([example.confidence for example in examples]),
     )
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:
+    """Ids of each text cut at `max_length`, the closing special token kept."""
+    try:
+        tokenizer.enable_truncation(max_length)
+        encodings = tokenizer.encode_batch(list(texts))
+    except Exception as error:
+        raise LoadError(f"the tokenizer can't cut texts to {max_length} tokens: {error}") from error
+    tokenizer.no_truncation()
+    return [list(encoding.ids) for encoding in encodings]
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -196,12 +202,12 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def collate(rows: Rows, chosen: Sequence[int], size: int) -> Iterator[Batch]:
-    """The chosen rows as batches of at most `size`, each padded with id 0 to its longest row."""
+def collate(rows: Rows, chosen: Sequence[int], size: int, pad_id: int = 0) -> Iterator[Batch]:
+    """The chosen rows as batches of at most `size`, each padded to its longest row."""
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
         width = max(len(rows.ids[i]) for i in part)
-        input_ids = torch.tensor([rows.ids[i] + [0] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64)
+        input_ids = torch.tensor([rows.ids[i] + [pad_id] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64)
         mask = torch.tensor(
             [[1] * len(rows.ids[i]) + [0] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64
         )
