@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tx_export.errors import TxExportError
+from tx_export._charts import new_figure, save_png
 from tx_export.timing import Shape
 
 if TYPE_CHECKING:
@@ -91,15 +91,11 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
 
     TxExportError names the extra when matplotlib is absent, or the path when it can't be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TxExportError("a chart needs matplotlib: pip install 'tx-export[plot]'") from error
     rows = report["rows"]
     shapes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
     names = list(dict.fromkeys(row["contender"] for row in rows))
     p50 = {(row["contender"], row["batch"], row["tokens"]): row["p50_ms"] for row in rows}
-    figure = Figure(figsize=(max(6.0, 0.42 * len(rows) + 2.5), 4.5), layout="constrained")
+    figure = new_figure(max(6.0, 0.42 * len(rows) + 2.5), 4.5)
     axes = figure.add_subplot()
     width = 0.84 / len(names)
     for index, name in enumerate(names):
@@ -115,10 +111,7 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"{report['artifact']} on {report['cpu']}, {report['threads']} threads", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise TxExportError(f"{path}: can't write the chart: {error.strerror}") from error
+    save_png(figure, path)
 
 
 def _comparison(artifact: str, contender: str, shape: Shape, ratio: float, verdict: str) -> str:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from tx_export._bench_feeds import artifact_contender, within_bounds, write_feeds
 from tx_export._bench_report import chart, record, remarks, table
 from tx_export.runtime import UsageError, available_threads, cpu_name, read_manifest
-from tx_export.spec import Dim, TensorSpec
+from tx_export.spec import TensorSpec
 from tx_export.timing import Contender, Plan, Shape, Timing, compare, measure
 
 __all__ = ["bench", "chart", "record", "remarks", "table"]
 
 _AGAINST = ("eager", "compile", "fp32")
-_SEED = 0
 
 
 def bench(
@@ -42,7 +40,7 @@ def bench(
         raise UsageError(f"bench: unknown contender {unknown[0]!r}; known: {', '.join(_AGAINST)}")
     manifest = read_manifest(artifact)
     inputs = [_tensor(item) for item in manifest["inputs"]]
-    shapes = list(_within_bounds(inputs, batch, tokens, progress))
+    shapes = list(within_bounds(inputs, batch, tokens, progress))
     if not shapes:
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
     if against:
@@ -50,14 +48,14 @@ def bench(
     threads = available_threads() if threads is None else threads
     name = manifest["name"] if manifest["name"] not in _AGAINST else "artifact"
     with tempfile.TemporaryDirectory(prefix="tx-export-bench-") as scratch:
-        _write_feeds(Path(scratch), inputs, shapes)
+        write_feeds(Path(scratch), inputs, shapes)
         load = {"artifact": str(artifact.resolve()), "source": source, "threads": threads, "feeds": scratch}
         load |= {"provider": next(iter(manifest["session"]))}
         contenders = [_contender(each, load) for each in dict.fromkeys(against) if each != "fp32"]
         if "fp32" in against:
             folder = _build_fp32(manifest, source, Path(scratch) / "fp32", progress)
-            contenders.append(_artifact_contender("fp32", load | {"artifact": str(folder)}))
-        contenders.append(_artifact_contender(name, load))
+            contenders.append(artifact_contender("fp32", load | {"artifact": str(folder)}))
+        contenders.append(artifact_contender(name, load))
         timings = measure(contenders, shapes, progress, plan)
     return _report(manifest, name, threads, _rows(timings, shapes, name))
 
@@ -66,43 +64,6 @@ def _tensor(item: Mapping[str, Any]) -> TensorSpec:
     """From the manifest's form: name, dtype, dims as text, and maybe a range."""
     values = "{{{}..{}}}".format(*item["range"]) if item.get("range") else ""
     return TensorSpec.parse(f"{item['name']}:{item['dtype']}[{','.join(map(str, item['dims']))}]{values}")
-
-
-def _within_bounds(
-    inputs: Sequence[TensorSpec], batch: Sequence[int], tokens: Sequence[int], progress: Callable[[str], None]
-) -> Iterator[Shape]:
-    rows = [tensor.dims[0] for tensor in inputs if tensor.dims]
-    columns = [dim for tensor in inputs for dim in tensor.dims[1:]]
-    kept = {}
-    for kind, dims, sizes in (("batch", rows, batch), ("tokens", columns, tokens)):
-        bound = min((dim.bound for dim in dims if isinstance(dim, Dim) and dim.bound is not None), default=None)
-        kept[kind] = [size for size in dict.fromkeys(sizes) if bound is None or size <= bound]
-        for size in dict.fromkeys(sizes):
-            if size not in kept[kind]:
-                progress(f"{kind} {size} is left out: the artifact takes up to {bound}")
-    yield from (Shape(b, t) for b in kept["batch"] for t in kept["tokens"])
-
-
-def _write_feeds(folder: Path, inputs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> None:
-    """Seeded values in their ranges, masks full; the first dim of all is the batch, the other names are tokens."""
-    rows = str(inputs[0].dims[0]).partition("<=")[0] if inputs[0].dims else ""
-    for shape in shapes:
-        random = np.random.default_rng(_SEED)
-        feeds = {}
-        for tensor in inputs:
-            names = [dim.name for dim in tensor.dims if isinstance(dim, Dim)]
-            sizes = {name: shape.batch if name == rows else shape.tokens for name in names}
-            feeds[tensor.name] = _values(tensor, tensor.shape(sizes), random)
-        np.savez(folder / f"{shape}.npz", **feeds)  # type: ignore[arg-type]
-
-
-def _values(tensor: TensorSpec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    if tensor.is_mask:
-        return np.ones(shape, tensor.dtype)
-    low, high = tensor.low or 0, 1 if tensor.high is None else tensor.high
-    if np.dtype(tensor.dtype).kind == "f":
-        return random.uniform(low, high, shape).astype(tensor.dtype)
-    return random.integers(int(low), int(high), shape, endpoint=True).astype(tensor.dtype)
 
 
 def _check_source(manifest: Mapping[str, Any], source: str | None) -> None:
@@ -116,10 +77,6 @@ def _contender(name: str, load: Mapping[str, Any]) -> Contender:
     # One compiling thread: a pool of compilers would go on using the machine beside the others.
     environment = {"OMP_NUM_THREADS": str(load["threads"]), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return Contender(name, (sys.executable, "-m", "tx_export._bench_worker", name), load, environment)
-
-
-def _artifact_contender(name: str, load: Mapping[str, Any]) -> Contender:
-    return Contender(name, (sys.executable, "-m", "tx_export._bench_worker", "artifact"), load)
 
 
 def _build_fp32(manifest: Mapping[str, Any], source: str | None, output: Path, progress: Callable[[str], None]) -> Path:
