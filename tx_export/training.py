@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from tx_export._fake_quantize import fake_quantized, read_arithmetic
 from tx_export._training_loop import Fitted, Progress, TrainRecord, fit
 from tx_export._training_steps import LoopOptions
 from tx_export._training_text import (
@@ -59,6 +60,7 @@ class TrainOptions:
     tokenizer: Path | None = None  # a tokenizer.json; without it one is trained on the data
     initial: Path | None = None  # safetensors of weights to start from; those it lacks start random
     dropout: float | None = None  # while training, instead of the spec's, which the saved configuration keeps
+    qat: str | None = None  # the 8-bit pass whose rounding is trained and judged with, say dynamic_int8
     loop: LoopOptions = field(default_factory=LoopOptions)
 
 
@@ -105,6 +107,8 @@ def _check(options: TrainOptions) -> None:
         )
     if options.dropout is not None and not 0 <= options.dropout < 1:
         raise LoadError(f"dropout is {options.dropout}; it must be in [0, 1)")
+    if options.qat is not None and options.loop.precision != "float32":
+        raise LoadError(f"qat: {options.loop.precision} would round what has to be rounded to 8 bits; use float32")
     if (options.output / "model.safetensors").exists():
         raise LoadError(f"{options.output} already holds a trained model; choose another folder, or delete it")
 
@@ -131,19 +135,22 @@ def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple
 
 def _module(spec: BuiltInSpec, options: TrainOptions) -> nn.Module:
     module = (spec if options.dropout is None else _replaced(spec, {"dropout": options.dropout})).build()
-    if options.initial is None:
-        return module
+    if options.initial is not None:
+        _fill(module, options.initial)
+    return module if options.qat is None else fake_quantized(module, read_arithmetic(options.qat))
+
+
+def _fill(module: nn.Module, initial: Path) -> None:
     weights = module.state_dict()
     try:
-        given = safetensors.torch.load_file(options.initial)
+        given = safetensors.torch.load_file(initial)
     except Exception as error:
-        raise LoadError(f"{options.initial}: not a safetensors file that can be read: {error}") from error
+        raise LoadError(f"{initial}: not a safetensors file that can be read: {error}") from error
     for name, tensor in given.items():
         if name not in weights or weights[name].shape != tensor.shape:
             wanted = f"it is {list(weights[name].shape)}" if name in weights else "there is no such weight"
-            raise LoadError(f"{options.initial}: {name} {list(tensor.shape)} does not fit the model; {wanted}")
+            raise LoadError(f"{initial}: {name} {list(tensor.shape)} does not fit the model; {wanted}")
     module.load_state_dict(weights | given)
-    return module
 
 
 def _make_folder(folder: Path) -> None:
@@ -163,6 +170,7 @@ def _record(options: TrainOptions, spec: BuiltInSpec) -> dict[str, Any]:
         "model": type(spec).__name__.lower(),
         "config": _fields(spec),
         "dropout": _fields(spec)["dropout"] if options.dropout is None else options.dropout,
+        "qat": None if options.qat is None else str(read_arithmetic(options.qat)),
         "loop": dataclasses.asdict(options.loop),
         "files": {name: _identity(path) for name, path in files.items() if path is not None},
         "split": "file" if options.held_out is not None else f"seeded {_HELD_OUT_SHARE:g}",
