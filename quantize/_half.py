@@ -5,28 +5,44 @@ A node of float32 either becomes half as a whole, or stays with a reason. Where 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from tx_export._graph import array_of
 from tx_export.errors import PassError
-from tx_export.passes import Context, Coverage, Left, Outcome, Stored
+from tx_export.passes import Context, Coverage, GraphPass, Left, Outcome, Stored
 from tx_export.quantize._half_fills import bring_fills_into_range
 from tx_export.quantize._half_on_cpu import note_on
 from tx_export.quantize._half_ranges import Ranges, measured
 from tx_export.quantize._half_rules import kept_nodes, without_form
 from tx_export.quantize._half_types import Half, computes, fill_in_types
 
-__all__ = ["to_half"]
+__all__ = ["HalfPass"]
 
 _INTEGER = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "QAttention")
 
 
-def to_half(model: ir.Model, half: Half, keep_io: bool, keep: str, context: Context | None) -> Outcome:
+@dataclass(frozen=True)
+class HalfPass(GraphPass):
+    """Ranges are measured on calibration text; without any, only the weights are looked at."""
+
+    keep_io: bool = True  # inputs and outputs stay float32
+    keep: str = ""  # outputs of the nodes that stay, with | between them, or `none`; empty: decided by ranges and rules
+
+    half: ClassVar[Half]
+
+    def call(self, model: ir.Model) -> Outcome:
+        return _to_half(model, self, self.context)
+
+
+def _to_half(model: ir.Model, asked: HalfPass, context: Context | None) -> Outcome:
     """Convert the graph in place; nodes inside of control flow stay. PassError where it computes in 8 bits already."""
-    graph = model.graph
+    graph, half, keep = model.graph, asked.half, asked.keep
     quantized = next((node for node in graph.all_nodes() if node.op_type in _INTEGER), None)
     if quantized is not None:
         raise PassError(
@@ -43,12 +59,12 @@ def to_half(model: ir.Model, half: Half, keep_io: bool, keep: str, context: Cont
     bring_fills_into_range(graph, lowered)
     stored = _store(graph, half, lowered)
     if lowered:
-        _lower(graph, half.dtype, lowered, keep_io)
+        _lower(graph, half.dtype, lowered, asked.keep_io)
     RemoveUnusedNodesPass()(model)
     left = tuple(Left(node.outputs[0].name or node.op_type, reason) for node, reason in kept.items())
     notes = (note_on(model, half.name, context.provider),) if lowered and context is not None else ()
-    repeat = f"keep_io={str(keep_io).lower()}, keep={'|'.join(each.name for each in left) or 'none'}"
-    coverage = Coverage(len(lowered), len(nodes), left + notes, repeat=repeat, stored=stored)
+    repeat = dataclasses.replace(asked, keep="|".join(each.name for each in left) or "none")
+    coverage = Coverage(len(lowered), len(nodes), left + notes, repeat=(repeat,), stored=stored)
     return Outcome(model, bool(lowered), coverage, subject="quantized")
 
 

@@ -12,20 +12,18 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from tx_export.errors import PassError
-from tx_export.passes import GraphPass, Outcome
-from tx_export.quantize._half import to_half
-from tx_export.quantize._half_types import BFLOAT16
+from tx_export.passes import Outcome
+from tx_export.quantize._half import HalfPass
+from tx_export.quantize._half_types import BFLOAT16, Half
 
 __all__ = ["Bfloat16"]
 
 
 @dataclass(frozen=True)
-class Bfloat16(GraphPass):
+class Bfloat16(HalfPass):
     """As float16, with nothing out of range but infinities."""
 
-    keep_io: bool = True  # inputs and outputs stay float32
-    keep: str = ""  # outputs of the nodes that stay, with | between them, or `none`; empty: decided by ranges and rules
-
+    half: ClassVar[Half] = BFLOAT16
     budget: ClassVar[str | None] = "sqnr_db=22"  # 18 dB, three bits, fewer than float16
 
     def call(self, model: ir.Model) -> Outcome:
@@ -34,4 +32,4 @@ class Bfloat16(GraphPass):
                 "bfloat16: ONNX Runtime's CPU provider has no bfloat16 arithmetic, so the file would not load; "
                 "build for --provider cuda, or take float16 or dynamic_int8"
             )
-        return to_half(model, BFLOAT16, self.keep_io, self.keep, self.context)
+        return super().call(model)

@@ -8,23 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import onnx_ir as ir
-
-from tx_export.passes import GraphPass, Outcome
-from tx_export.quantize._half import to_half
-from tx_export.quantize._half_types import FLOAT16
+from tx_export.quantize._half import HalfPass
+from tx_export.quantize._half_types import FLOAT16, Half
 
 __all__ = ["Float16"]
 
 
 @dataclass(frozen=True)
-class Float16(GraphPass):
+class Float16(HalfPass):
     """Ranges are measured on calibration text; without any, only the weights are looked at."""
 
-    keep_io: bool = True  # inputs and outputs stay float32
-    keep: str = ""  # outputs of the nodes that stay, with | between them, or `none`; empty: decided by ranges and rules
-
+    half: ClassVar[Half] = FLOAT16
     budget: ClassVar[str | None] = "sqnr_db=40"
-
-    def call(self, model: ir.Model) -> Outcome:
-        return to_half(model, FLOAT16, self.keep_io, self.keep, self.context)

@@ -5,6 +5,7 @@ The module that is left computes what the whole one does with these neurons set 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class PruneFfn(ModulePass):
         done = sum(map(len, removed))
         reason = shortfall(self.ratio, total, done)
         text = ";".join(f"{layer}:{_bits(numbers)}" for layer, numbers in enumerate(removed) if numbers)
-        repeat = f"ratio={self.ratio}, neurons={text}, importance={self.importance}" if text else ""
+        repeat = (dataclasses.replace(self, neurons=text),) if text else ()
         left = () if reason is None else (Left("neurons", reason),)
         return pruned, Coverage(done, total, left, repeat=repeat)
 

@@ -5,6 +5,7 @@ The module that is left computes what the whole one does with the outputs of the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class PruneHeads(ModulePass):
             for each in units
         }
         text = ";".join(f"{names.index(name)}:{','.join(map(str, heads))}" for name, heads in removed.items() if heads)
-        repeat = f"ratio={self.ratio}, heads={text}, importance={self.importance}" if text else ""
+        repeat = (dataclasses.replace(self, heads=text),) if text else ()
         return pruned, Coverage(done, total, tuple(left), kept=tuple(sorted(kept.items())), repeat=repeat)
 
     def _by_ratio(self, module: nn.Module, asked: int) -> dict[str, Numbers]:

@@ -251,7 +251,7 @@ class _Shrink(ModulePass):
         lines = ",".join(map(str, range(module.out_features - count, module.out_features)))
         done = nn.Linear(module.in_features, module.out_features - count)
         left = () if count else (Left("lines", "none were asked for"),)
-        return done, Coverage(count, module.out_features, left, repeat=f"lines={lines}" if count else "")
+        return done, Coverage(count, module.out_features, left, repeat=(_Shrink(lines),) if count else ())
 
 
 def _shrunk(*passes: Pass, asked: Sequence[str] = ()) -> tuple[nn.Module, Pipeline, list[int]]:

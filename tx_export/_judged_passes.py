@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from tx_export import plugins
 from tx_export._emulation import emulated
+from tx_export._measure import measure
+from tx_export._reference import Reference
 from tx_export.artifact import open_graph
 from tx_export.errors import ArtifactError
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
 from tx_export.spec import EagerModel
-from tx_export.verify import Judge, Runner, Step, grid, text_feeds
+from tx_export.verify import Case, Judge, Runner, Step, check_accuracy, grid, text_feeds
 
 __all__ = ["Progress", "context_of", "run_graph_passes", "run_module_passes"]
 
@@ -24,9 +27,15 @@ _PROBE_TOKENS = 17
 
 
 def context_of(
-    model: EagerModel, lines: Sequence[str], provider: str, release: tuple[int, int] | None = None
+    model: EagerModel,
+    lines: Sequence[str],
+    provider: str,
+    release: tuple[int, int] | None = None,
+    budget: Budget | None = None,
+    labelled: Sequence[tuple[str, str]] = (),
 ) -> Context:
-    """What passes are given: by `lines` they may choose something."""
+    """What passes are given: by `lines`, and by `labelled` ones, they may choose something."""
+    asked = {} if budget is None else dataclasses.asdict(budget)
     settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
     probes = [case.feeds for case in grid(model, _PROBE_TOKENS) if case.mask != "empty"]
     return Context(
@@ -37,7 +46,27 @@ def context_of(
         provider=provider,
         probes=probes[::-1],  # the largest first
         release=release,
+        budget={key: limit for key, limit in asked.items() if limit is not None},
+        drift=_Drift(model),
+        accuracy=(lambda runner: check_accuracy(model, runner, labelled).artifact) if labelled else None,
     )
+
+
+class _Drift:
+    """With the keys of a budget, the worst of all outputs; what eager answers is kept."""
+
+    def __init__(self, model: EagerModel) -> None:
+        self._model, self._reference = model, Reference(model)
+        self._cases: dict[int, Case] = {}  # by the identity of their feeds, which they hold
+
+    def __call__(self, runner: Runner, feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+        cases = [self._cases.setdefault(id(each), Case("text", each)) for each in feeds]
+        found = measure("drift", self._model, runner, self._reference, cases).outputs().values()
+        worst: dict[str, float] = {}
+        for key, pick in (("max_abs", max), ("sqnr_db", min), ("cosine", min), ("agreement", min)):
+            values = [value for difference in found if (value := getattr(difference, key)) is not None]
+            worst |= {key: pick(values)} if values else {}
+        return worst
 
 
 def run_module_passes(

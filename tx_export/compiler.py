@@ -70,7 +70,8 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     override = None if options.budget is None else Budget.parse(options.budget)
     if options.output is not None:
         check_target(options.output, options.force)
-    split, labelled = _read_split(options.calibrate), _read_labelled(options.evaluate)
+    split = _read_split(options.calibrate)
+    chosen_by, labelled = _read_labelled(options.evaluate, pipeline)
     progress("load")
     model = _load(options)
     folder = options.output or Path("artifacts") / model.name
@@ -80,7 +81,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     if model.family == "module":
         progress("lint")
         _heed(lint(model))
-    context = context_of(model, split.choosing, options.provider, target.release)
+    context = context_of(model, split.choosing, options.provider, target.release, override, chosen_by)
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
     judge = judging(model)
     progress("export")
@@ -128,8 +129,12 @@ def _read_split(calibrate: Path | None) -> Split:
         raise LoadError(f"--calibrate {calibrate}: can't be read: {error}") from error
 
 
-def _read_labelled(path: Path | None) -> list[tuple[str, str]]:
-    return [] if path is None else list(read_rows(path))
+def _read_labelled(path: Path | None, pipeline: Pipeline) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Rows to choose by, and rows to judge on: all, or every fifth where a pass chooses by the others."""
+    rows = [] if path is None else list(read_rows(path))
+    if not any(item.chooses_by_labels for item in pipeline.passes):
+        return [], rows
+    return [row for number, row in enumerate(rows, start=1) if number % 5], rows[4::5]
 
 
 def _write(

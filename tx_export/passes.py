@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import onnx_ir as ir
 
+from tx_export._option_text import format_value, parse_value
 from tx_export.errors import PassError, PluginError, TxExportError
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Context", "Coverage", "GraphPass", "Left", "ModulePass", "Outcome", "Pass", "Pipeline", "Stored"]
+
+Feeds = Mapping[str, np.ndarray]
+Runner = Callable[[Feeds], dict[str, np.ndarray]]
 
 _ITEM = re.compile(r"\s*(?P<name>[\w./-]+(?::\w+)?)(?:\{(?P<options>[^{}]*)\})?(?=\s|$)")
 
@@ -52,7 +56,7 @@ class Coverage:
     of: int
     left: tuple[Left, ...] = ()
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of pruned layers, by number: the heads that stay
-    repeat: str = ""  # options with which the pass makes the same choice without measuring; empty: those it has
+    repeat: tuple[Pass, ...] = ()  # what makes the same choice without measuring; empty: the pass as it was given
     stored: tuple[Stored, ...] = ()  # each once, however many read it
 
     def plus(self, other: Coverage) -> Coverage:
@@ -79,12 +83,17 @@ class Context:
     """What the pipeline hands to a pass."""
 
     module: nn.Module  # the untouched eager module
-    feeds: Sequence[Mapping[str, np.ndarray]]  # inputs made from the text that may be used to choose something
-    open: Callable[[ir.Model], Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]]  # a session on the target
+    feeds: Sequence[Feeds]  # inputs made from the text that may be used to choose something
+    open: Callable[[ir.Model], Runner]  # a session on the target
     seed: int = 0
     provider: str = "cpu"
-    probes: Sequence[Mapping[str, np.ndarray]] = ()  # any inputs that the module takes: to compare, not to choose by
+    probes: Sequence[Feeds] = ()  # any inputs that the module takes: to compare, not to choose by
     release: tuple[int, int] | None = None  # the oldest ONNX Runtime to run on; None: as old as the operators allow
+    budget: Mapping[str, float] = field(default_factory=dict)  # what the caller asks for, with the keys of `--budget`
+    drift: Callable[[Runner, Sequence[Feeds]], Mapping[str, float]] | None = (
+        None  # from eager; the worst of all outputs
+    )
+    accuracy: Callable[[Runner], float] | None = None  # the share of labelled rows, kept for choosing, that are right
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class Pass:
 
     context: Context | None = field(default=None, kw_only=True, repr=False, compare=False)
     budget: ClassVar[str | None] = None
+    chooses_by_labels: ClassVar[bool] = False  # then labelled rows are split: those that it sees judge nothing
 
     @classmethod
     def name(cls) -> str:
@@ -116,7 +126,7 @@ class Pass:
                 raise PluginError(f"pass {cls.name()}: unknown option {item!r}; known: {known}")
             if key in given:
                 raise PluginError(f"pass {cls.name()}: option {key} is given twice")
-            given[key] = _parse_value(f"pass {cls.name()}: option {key}", option.type, value)
+            given[key] = parse_value(f"pass {cls.name()}: option {key}", option.type, value)
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:  # a missing option, or one that the pass refuses
@@ -124,7 +134,7 @@ class Pass:
 
     def __str__(self) -> str:
         values = {key: getattr(self, key) for key in self.options()}
-        text = ", ".join(f"{key}={_format_value(value)}" for key, value in values.items())
+        text = ", ".join(f"{key}={format_value(value)}" for key, value in values.items())
         return f"{self.name()}{{{text}}}" if text else self.name()
 
 
@@ -181,7 +191,7 @@ class Pipeline:
                 module, coverage = dataclasses.replace(item, context=context).apply(module)
             if not coverage.done and item.name() in asked:
                 raise _unchanged(item, coverage)
-            repeating[index] = type(item).parse(coverage.repeat) if coverage.repeat else item
+            (repeating[index],) = _without_context(coverage.repeat) or (item,)
             after(item, coverage)
         return module, dataclasses.replace(self, passes=tuple(repeating))
 
@@ -202,8 +212,8 @@ class Pipeline:
             if not outcome.modified and item.name() in asked:
                 raise _unchanged(item, outcome.coverage)
             if outcome.modified:
-                repeat = outcome.coverage.repeat
-                repeating.append((type(item).parse(repeat) if repeat else item, name))
+                repeat = _without_context(outcome.coverage.repeat) or (item,)
+                repeating += [(each, name if type(each) is type(item) else each.name()) for each in repeat]
             after(item, outcome)
         return dataclasses.replace(
             self, passes=tuple(item for item, _ in repeating), typed=tuple(name for _, name in repeating)
@@ -221,29 +231,10 @@ def _named(item: Pass) -> Iterator[None]:
         raise PassError(f"pass {item.name()} raised {type(cause).__name__}: {cause}") from error
 
 
+def _without_context(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    return tuple(dataclasses.replace(item, context=None) for item in passes)
+
+
 def _unchanged(item: Pass, coverage: Coverage) -> PassError:
     reasons = "; ".join(f"{left.name}: {left.reason}" for left in coverage.left[:3])
     return PassError(f"pass {item.name()} changed nothing" + (f" ({reasons})" if reasons else "; leave it out"))
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _parse_value(what: str, annotation: Any, text: str) -> Any:
-    kind = str(annotation)
-    if "bool" in kind:
-        if text.lower() not in ("true", "false"):
-            raise PluginError(f"{what} is true or false, not {text!r}")
-        return text.lower() == "true"
-    if "str" in kind:
-        return text
-    if "None" in kind and text == "None":
-        return None
-    try:
-        value = float(text) if "float" in kind else int(text)
-    except ValueError as error:
-        raise PluginError(f"{what} is a {kind}, not {text!r}") from error
-    if abs(value) < float("inf"):
-        return value
-    raise PluginError(f"{what} is {text!r}, which is not finite")

@@ -64,7 +64,7 @@ def pruned(model: EagerModel, text: str) -> tuple[torch.nn.Module, str]:
     """And the options that repeat it."""
     context = Context(model.module, text_feeds(model, default_lines()[:40]), lambda graph: pytest.fail("no session"))
     module, coverage = dataclasses.replace(PruneHeads.parse(text), context=context).apply(model.module)
-    return module, coverage.repeat
+    return module, str(*coverage.repeat).partition("{")[2].removesuffix("}")
 
 
 def texts(model: EagerModel) -> Feeds:

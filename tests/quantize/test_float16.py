@@ -43,7 +43,9 @@ def halve(model: ir.Model, *feeds: dict[str, Array], **options: Any) -> Coverage
 
 def repeated(coverage: Coverage) -> Float16:
     """The pass with the options that make the same choice without ranges."""
-    return Float16.parse(coverage.repeat)
+    (again,) = coverage.repeat
+    assert isinstance(again, Float16)
+    return again
 
 
 def dtypes(model: ir.Model) -> dict[str, str]:
@@ -59,7 +61,7 @@ def test_a_product_moves_by_no_more_than_the_rounding_of_its_operands_and_its_re
     weight, x = normal(64, 48), normal(20, 64, seed=1)
     model = matmul_model(weight)
     assert halve(model) == Coverage(
-        1, 1, repeat="keep_io=true, keep=none", stored=(Stored("weight", 12288, 6144, "float16"),)
+        1, 1, repeat=(Float16(keep="none"),), stored=(Stored("weight", 12288, 6144, "float16"),)
     )
     assert dtypes(model) == {"weight": "FLOAT16"} and operators(model) == ["Cast", "MatMul", "Cast"]
     assert [value.dtype for value in (*model.graph.inputs, *model.graph.outputs)] == [ir.DataType.FLOAT] * 2
@@ -146,9 +148,7 @@ def test_a_tied_table_is_half_for_rows_and_for_the_product() -> None:
     table = normal(300, 16)
     body = "x = Gather (t, ids) z = Tanh (x) u = Transpose (t) y = MatMul (z, u)"
     model = graph("int64[n] ids", "float[n, 300] y", {"t": table}, body)
-    assert halve(model) == Coverage(
-        4, 4, repeat="keep_io=true, keep=none", stored=(Stored("t", 19200, 9600, "float16"),)
-    )
+    assert halve(model) == Coverage(4, 4, repeat=(Float16(keep="none"),), stored=(Stored("t", 19200, 9600, "float16"),))
     assert dtypes(model) == {"t": "FLOAT16"} and operators(model)[-1] == "Cast"
     rows = table.astype(np.float16).astype(np.float64)
     exact = np.tanh(rows[[3, 7]]) @ rows.T

@@ -55,7 +55,7 @@ def test_the_pruned_module_is_the_whole_one_with_those_neurons_zeroed(kind: str,
     torch.manual_seed(0)
     module = Residual(make).eval()
     pruned, coverage = PruneFfn(ratio=0.4, importance=importance, context=context(module)).apply(module)
-    bits = {int(layer): int(mask, 16) for layer, mask in _pairs(coverage.repeat)}
+    bits = {int(layer): int(mask, 16) for layer, mask in _pairs(str(*coverage.repeat))}
     reference = copy.deepcopy(module)
     for layer, name in enumerate(("first", "second")):
         gate = torch.tensor([float(not bits.get(layer, 0) >> neuron & 1) for neuron in range(32)])
@@ -83,7 +83,7 @@ def test_the_neurons_that_matter_least_go_first(importance: str) -> None:
     given = dataclasses.replace(context(model.module), feeds=text_feeds(model, default_lines()[:16]))
     _, coverage = PruneFfn(ratio=5 / 64, importance=importance, context=given).apply(model.module)
     expected = ";".join(f"{layer}:{sum(1 << n for n in neurons):x}" for layer, neurons in faint.items())
-    assert f"neurons={expected}," in coverage.repeat
+    assert f"neurons={expected}," in str(*coverage.repeat)
 
 
 def test_the_choice_repeats_itself_and_one_neuron_of_each_layer_stays() -> None:
@@ -91,7 +91,9 @@ def test_the_choice_repeats_itself_and_one_neuron_of_each_layer_stays() -> None:
     pruned, coverage = PruneFfn(ratio=1, context=context(module)).apply(module)
     assert (coverage.done, coverage.of) == (62, 64)
     assert coverage.left[0].reason == "64 of 64 were asked for, 62 removed: a layer keeps one"
-    again = dataclasses.replace(PruneFfn.parse(coverage.repeat), context=context(module))
+    again = dataclasses.replace(
+        PruneFfn.parse(str(*coverage.repeat).removeprefix("prune_ffn{").removesuffix("}")), context=context(module)
+    )
     assert torch.equal(again.apply(module)[0](_X), pruned(_X))
 
 

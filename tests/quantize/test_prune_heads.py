@@ -236,7 +236,7 @@ def test_without_text_the_norm_of_the_weights_decides_and_is_told(
 
 def test_the_choice_repeats_itself_without_text(classifier: EagerModel) -> None:
     _, first = PruneHeads(ratio=0.5, context=context(classifier)).apply(classifier.module)
-    again = PruneHeads.parse(first.repeat)
+    again = PruneHeads.parse(str(*first.repeat).removeprefix("prune_heads{").removesuffix("}"))
     silent = dataclasses.replace(context(classifier), feeds=())
     _, second = dataclasses.replace(again, context=silent).apply(classifier.module)
     assert second.kept == first.kept and str(again).startswith("prune_heads{ratio=0.5, heads=0:")
