@@ -110,15 +110,15 @@ def minimize(
     d_model: int,
     objective: Objective,
     options: LoopOptions,
-    saved: tuple[Path, str],
+    saved: tuple[Path, str] | None,
     progress: Progress,
 ) -> Fitted:
-    """Train until nothing improves; `saved` is the checkpoint's file and the fingerprint that it must carry.
+    """Train until nothing improves; `saved` is the checkpoint's file and the fingerprint that it must carry, if any.
 
     Draws from torch's global generator. A checkpoint that is there is continued, to the weights of a run in one go.
     """
     state = _started(module, options)
-    if saved[0].exists():
+    if saved is not None and saved[0].exists():
         state.load(_read_checkpoint(*saved))
     per_epoch = -(-len(objective.lengths) // options.batch_size)
     steps, every = options.steps or per_epoch * options.epochs, options.evaluate_every or per_epoch
@@ -131,7 +131,7 @@ def minimize(
         loss = _update(state, objective, batches[position], rate, options)
         judged = _judge(state, objective) if state.step % every == 0 or state.step == steps else None
         progress(TrainRecord(state.step, steps, epoch, loss, rate, judged))
-        if state.step % options.checkpoint_every == 0 or judged is not None:
+        if saved is not None and (state.step % options.checkpoint_every == 0 or judged is not None):
             _write_checkpoint(*saved, state)
     return Fitted(state.best_weights, state.best, state.best_step, state.step)
 
