@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 
 import click
 
-from tx_export import __version__, _arguments, _console, _tables
+from tx_export import __version__, _arguments, _commands_training, _console, _tables
 
 __all__ = ["main", "program"]
 
@@ -168,44 +168,6 @@ def inspect(path: Path, as_json: bool) -> None:
     _tables.print_json(graph) if as_json else _tables.print_graph(graph)
 
 
-@program.command()
-@click.argument("model")
-@_arguments.size
-@click.option("--data", required=True, type=_arguments.FILE, help="Lines of label<TAB>text[<TAB>confidence].")
-@click.option("--held-out", type=_arguments.FILE, help="Decides when to stop; default: a seeded tenth of the data.")
-@click.option("--tokenizer", type=_arguments.FILE, help="A tokenizer.json; default: one is trained on the data.")
-@click.option("--weights", "initial", type=_arguments.FILE, help="Weights (safetensors) to start from.")
-@click.option(
-    "-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/MODEL-SIZE-weights."
-)
-@click.option("--dropout", type=float, help="While training; default: the model's.")
-@_arguments.loop
-@_arguments.debug
-@click.pass_context
-def train(
-    context: click.Context, model: str, size: str, data: Path, held_out: Path | None, tokenizer: Path | None,
-    initial: Path | None, output: Path | None, dropout: float | None,
-) -> None:  # fmt: skip
-    """Train MODEL on labelled text; a run that was stopped is continued by the same command."""
-    from tx_export import plugins, training
-    from tx_export.spec import BuiltInSpec
-
-    family = plugins.find("model", model)
-    if not issubclass(family, BuiltInSpec):
-        raise click.BadParameter(
-            f"{model} is not a built-in model; it can't be trained from scratch", param_hint="MODEL"
-        )
-    loop = {"batch_size": family.training_batch[size]} | context.meta.get(_arguments.LOOP, {})
-    options = training.TrainOptions(
-        spec=family(**family.sizes[size]), data=data, output=output or Path("artifacts", f"{model}-{size}-weights"),
-        held_out=held_out, tokenizer=tokenizer, initial=initial, dropout=dropout,
-        loop=training.LoopOptions(**loop),
-    )  # fmt: skip
-    with _console.stepping() as progress:
-        result = training.train(options, progress)
-    _tables.print_training(result)
-
-
 @program.command(name="list")
 @_arguments.debug
 def list_() -> None:
@@ -214,3 +176,6 @@ def list_() -> None:
 
     kinds: tuple[plugins.Kind, ...] = ("model", "pass", "provider")
     _tables.print_columns((kind, name, plugins.summary(kind, name)) for kind in kinds for name in plugins.names(kind))
+
+
+program.add_command(_commands_training.train)
