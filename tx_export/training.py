@@ -6,20 +6,18 @@ FILE.tsv -> label, text -> tokenizer -> rows -> fit -> model.safetensors, tokeni
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import safetensors.torch
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
 from tx_export._fake_quantize import fake_quantized, read_arithmetic
-from tx_export._training_loop import Fitted, Progress, TrainRecord, fit
+from tx_export._training_folder import fields_of, fingerprint, identity, make_folder, replaced, started, write_folder
+from tx_export._training_loop import Progress, TrainRecord, fit
 from tx_export._training_steps import LoopOptions
 from tx_export._training_text import (
     SPECIAL_TOKENS,
@@ -84,23 +82,22 @@ def train(options: TrainOptions, progress: Progress) -> TrainResult:
     _check(options)
     train_set, held_out = _examples(options)
     spec, tokenizer = _fitted_to_data(options, train_set)
-    fields = _fields(spec)
+    fields = fields_of(spec)
     labels, max_length = fields["labels"], fields["max_length"]
     rows = encode(tokenizer, train_set, labels, max_length), encode(tokenizer, held_out, labels, max_length)
-    _make_folder(options.output)
-    fingerprint = hashlib.sha256(json.dumps(_record(options, spec), sort_keys=True).encode()).hexdigest()
-    saved = options.output / "checkpoint.pt"
+    make_folder(options.output)
+    record, saved = _record(options, spec), options.output / "checkpoint.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.loop.seed)
         module = _module(spec, options)
-        fitted = fit(module, fields["d_model"], rows, options.loop, (saved, fingerprint), progress)
-    _write(options, spec, tokenizer, fitted, (len(train_set), len(held_out)))
+        fitted = fit(module, fields["d_model"], rows, options.loop, (saved, fingerprint(record)), progress)
+    write_folder(options.output, record, tokenizer, fitted, (len(train_set), len(held_out)))
     saved.unlink(missing_ok=True)
     return TrainResult(options.output, spec, fitted.metrics, fitted.best_step, fitted.steps)
 
 
 def _check(options: TrainOptions) -> None:
-    missing = {"labels", "vocab_size", "max_length", "d_model", "dropout"} - _fields(options.spec).keys()
+    missing = {"labels", "vocab_size", "max_length", "d_model", "dropout"} - fields_of(options.spec).keys()
     if missing:
         raise LoadError(
             f"{type(options.spec).__name__} has no {', '.join(sorted(missing))}; only classifiers can be trained"
@@ -109,8 +106,6 @@ def _check(options: TrainOptions) -> None:
         raise LoadError(f"dropout is {options.dropout}; it must be in [0, 1)")
     if options.qat is not None and options.loop.precision != "float32":
         raise LoadError(f"qat: {options.loop.precision} would round what has to be rounded to 8 bits; use float32")
-    if (options.output / "model.safetensors").exists():
-        raise LoadError(f"{options.output} already holds a trained model; choose another folder, or delete it")
 
 
 def _examples(options: TrainOptions) -> tuple[list[Example], list[Example]]:
@@ -121,7 +116,7 @@ def _examples(options: TrainOptions) -> tuple[list[Example], list[Example]]:
 
 
 def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple[BuiltInSpec, Tokenizer]:
-    fields = _fields(options.spec)
+    fields = fields_of(options.spec)
     labels = labels_of(options.data, examples, fields["labels"])
     if options.tokenizer is not None:
         tokenizer = read_tokenizer(options.tokenizer)
@@ -130,37 +125,12 @@ def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple
     if options.loop.word_dropout > 0 and [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [0, 1, 2, 3]:
         raise LoadError(f"{options.tokenizer}: word dropout needs {', '.join(SPECIAL_TOKENS)} as ids 0 to 3")
     vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return _replaced(options.spec, {"labels": labels, "vocab_size": vocab_size}), tokenizer
+    return replaced(options.spec, {"labels": labels, "vocab_size": vocab_size}), tokenizer
 
 
 def _module(spec: BuiltInSpec, options: TrainOptions) -> nn.Module:
-    module = (spec if options.dropout is None else _replaced(spec, {"dropout": options.dropout})).build()
-    if options.initial is not None:
-        _fill(module, options.initial)
+    module = started(spec, options.dropout, options.initial)
     return module if options.qat is None else fake_quantized(module, read_arithmetic(options.qat))
-
-
-def _fill(module: nn.Module, initial: Path) -> None:
-    weights = module.state_dict()
-    try:
-        given = safetensors.torch.load_file(initial)
-    except Exception as error:
-        raise LoadError(f"{initial}: not a safetensors file that can be read: {error}") from error
-    for name, tensor in given.items():
-        if name not in weights or weights[name].shape != tensor.shape:
-            wanted = f"it is {list(weights[name].shape)}" if name in weights else "there is no such weight"
-            raise LoadError(f"{initial}: {name} {list(tensor.shape)} does not fit the model; {wanted}")
-    module.load_state_dict(weights | given)
-
-
-def _make_folder(folder: Path) -> None:
-    probe = folder / "checkpoint.pt.tmp"  # better to fail now than at the first checkpoint
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise LoadError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _record(options: TrainOptions, spec: BuiltInSpec) -> dict[str, Any]:
@@ -168,47 +138,10 @@ def _record(options: TrainOptions, spec: BuiltInSpec) -> dict[str, Any]:
     files = {name: getattr(options, name) for name in ("data", "held_out", "tokenizer", "initial")}
     return {
         "model": type(spec).__name__.lower(),
-        "config": _fields(spec),
-        "dropout": _fields(spec)["dropout"] if options.dropout is None else options.dropout,
+        "config": fields_of(spec),
+        "dropout": fields_of(spec)["dropout"] if options.dropout is None else options.dropout,
         "qat": None if options.qat is None else str(read_arithmetic(options.qat)),
         "loop": dataclasses.asdict(options.loop),
-        "files": {name: _identity(path) for name, path in files.items() if path is not None},
+        "files": {name: identity(path) for name, path in files.items() if path is not None},
         "split": "file" if options.held_out is not None else f"seeded {_HELD_OUT_SHARE:g}",
     }
-
-
-def _identity(path: Path) -> dict[str, str]:
-    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def _write(
-    options: TrainOptions, spec: BuiltInSpec, tokenizer: Tokenizer, fitted: Fitted, examples: tuple[int, int]
-) -> None:
-    outcome = {
-        "metrics": fitted.metrics,
-        "best_step": fitted.best_step,
-        "steps": fitted.steps,
-        "examples": {"train": examples[0], "held_out": examples[1]},
-        "torch": torch.__version__,
-    }
-    record = json.dumps(_record(options, spec) | outcome, indent=2, sort_keys=True) + "\n"
-    # One key only: safetensors writes metadata in the order of a hash table.
-    header = {"config": json.dumps(_fields(spec), sort_keys=True)}
-    weights = {name: tensor.contiguous() for name, tensor in fitted.weights.items()}
-    _replace(options.output / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
-    _replace(options.output / "training.json", record.encode())
-    _replace(options.output / "model.safetensors", safetensors.torch.save(weights, header))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
-
-
-def _fields(spec: BuiltInSpec) -> dict[str, Any]:
-    return dataclasses.asdict(cast("Any", spec))
-
-
-def _replaced(spec: BuiltInSpec, changes: dict[str, Any]) -> BuiltInSpec:
-    return cast("BuiltInSpec", dataclasses.replace(cast("Any", spec), **changes))
