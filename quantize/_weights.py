@@ -1,6 +1,9 @@
-"""What is asked of a weight before it is quantized, and packed attention as a product with one, then attention."""
+"""Which weights a pass is asked for and may quantize, and packed attention as a product with one, then attention."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -8,9 +11,61 @@ import onnx_ir as ir
 from tx_export._graph import add_initializer, add_node, array_of, replace
 from tx_export.errors import PassError
 
-__all__ = ["attention_left", "check_finite", "part_attention"]
+__all__ = ["attention_left", "candidates", "check_finite", "chosen", "name_of", "part_attention", "weight_of"]
 
+_PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
+_STORED = (np.int8, np.uint8)  # by a pass that ran before
 _LAST_AXIS = {"axis": ir.AttrInt64("axis", -1)}
+
+
+def candidates(graph: ir.Graph, only: str) -> list[ir.Node]:
+    """Products, and behind them lookups in constant tables: all, or those whose weights `only` names."""
+    products = [node for node in graph if (node.domain, node.op_type) in _PRODUCTS]
+    nodes = [*products, *(node for node in graph if node.op_type == "Gather" and _is_table(array_of(node.inputs[0])))]
+    weights = {weight_of(node) for node in nodes} if not only.strip() else chosen("only", only, nodes)
+    return [node for node in nodes if weight_of(node) in weights]
+
+
+def _is_table(array: np.ndarray | None) -> bool:
+    """One of a single column, say of scales, has nothing to gain."""
+    return array is not None and array.dtype not in _STORED and (array.ndim != 2 or array.shape[1] > 1)
+
+
+def weight_of(node: ir.Node) -> ir.Value | None:
+    """The initializer that a product or a lookup reads, as it is or turned; what is computed there if it is none."""
+    value = node.inputs[0 if node.op_type == "Gather" else 1]
+    producer = None if value is None else value.producer()
+    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else value
+
+
+def name_of(node: ir.Node) -> str:
+    """Of the weight of a product or a lookup; of the output where there is none."""
+    weight = weight_of(node)
+    return _plain(node.outputs[0] if weight is None or array_of(weight) is None else weight)
+
+
+def _plain(value: ir.Value) -> str:
+    return (value.name or "").removesuffix(".T")
+
+
+def chosen(option: str, text: str, nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """The weights with one of these names, or of the modules; PassError for a name that matches none.
+
+    A packed product has the name of the query's with `qkv` for `query`.
+    """
+    weights = {
+        weight: _plain(weight)
+        for weight in map(weight_of, nodes)
+        if weight is not None and array_of(weight) is not None
+    }
+    found: set[ir.Value] = set()
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        of_name = {weight for weight, full in weights.items() if f"{full}.".startswith(f"{name}.")}
+        if not of_name:
+            near = ", ".join(difflib.get_close_matches(name, set(weights.values()), n=5, cutoff=0))
+            raise PassError(f"{option}: no weight or module is named {name!r}; nearest weights: {near or 'none'}")
+        found |= of_name
+    return found
 
 
 def check_finite(value: ir.Value, array: np.ndarray, bits: int) -> None:

@@ -5,8 +5,7 @@ w = scale (q - zero) with a scale, and a zero point unless symmetric, for each b
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,16 +14,22 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
 from tx_export._releases import first_release
-from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome, Stored
 from tx_export.quantize._blocks import METHODS, quantize, stored_bytes
-from tx_export.quantize._weights import attention_left, check_finite, part_attention
+from tx_export.quantize._weights import (
+    attention_left,
+    candidates,
+    check_finite,
+    chosen,
+    name_of,
+    part_attention,
+    weight_of,
+)
 
 __all__ = ["Blockwise"]
 
 # ONNX Runtime's kernels take others too, and some releases then return zeros.
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
-_PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
 _Blocks = tuple[ir.Value, ir.Value, ir.Value | None]  # values, scales, zero points
 
 
@@ -38,7 +43,8 @@ class Blockwise(GraphPass):
     accuracy_level: int = 4  # 4: activations in 8 bits for each block, 5 times faster for a token; 0 and 1: in float32
     method: str = "hqq"  # 0.3 dB better than "round"
     embeddings: bool = True  # tables too, where the target is ONNX Runtime 1.23 or later
-    exclude: str = ""  # weights, or modules with all of theirs, that stay in float, separated by commas
+    only: str = ""  # weights, or modules with all of theirs, separated by commas; empty: all
+    exclude: str = ""  # as `only`, those that stay in float
 
     @property
     def budget(self) -> str:  # type: ignore[override]
@@ -54,19 +60,25 @@ class Blockwise(GraphPass):
         left: list[Left] = []
         done = 0
         rewrite = _Rewrite(model.graph, self)
-        nodes = list(_candidates(model.graph, self.embeddings))
-        excluded = _excluded(nodes, [name.strip() for name in self.exclude.split(",") if name.strip()])
+        nodes = self._candidates(model.graph)
+        excluded = chosen("exclude", self.exclude, nodes)
         for node in nodes:
-            weight = _weight_of(node)
-            array = array_of(weight)
-            reason = f"excluded, {array.nbytes} bytes" if weight in excluded and array is not None else rewrite(node)
+            weight, name = weight_of(node), name_of(node)
+            array = array_of(weight) if weight in excluded else None
+            reason = rewrite(node) if array is None else f"excluded, {array.nbytes} bytes"
             if reason is None:
                 done += 1
             elif reason != "both operands are computed":  # no weight, nothing to quantize
-                left.append(Left(_plain_name(weight if array is not None else node.outputs[0]), reason))
+                left.append(Left(name, reason))
         RemoveUnusedNodesPass()(model)
         coverage = Coverage(done, done + len(left), tuple(left), stored=tuple(rewrite.stored))
         return Outcome(model, done > 0, coverage, subject="quantized")
+
+    def _candidates(self, graph: ir.Graph) -> list[ir.Node]:
+        """Without embeddings, of the lookups only those of tables that a product reads too."""
+        nodes = candidates(graph, self.only)
+        shared = {weight_of(node) for node in nodes if node.op_type != "Gather"}
+        return [node for node in nodes if self.embeddings or node.op_type != "Gather" or weight_of(node) in shared]
 
 
 _ALLOWED: dict[str, Sequence[object]] = {
@@ -75,37 +87,6 @@ _ALLOWED: dict[str, Sequence[object]] = {
     "accuracy_level": range(5),
     "method": tuple(METHODS),
 }
-
-
-def _candidates(graph: ir.Graph, embeddings: bool) -> Iterator[ir.Node]:
-    """Products, and behind them lookups: all, or those of tables that a product reads too."""
-    products = [node for node in graph if (node.domain, node.op_type) in _PRODUCTS]
-    shared = {_weight_of(node) for node in products}
-    yield from products
-    lookups = [node for node in graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None]
-    yield from (node for node in lookups if embeddings or node.inputs[0] in shared)
-
-
-def _weight_of(node: ir.Node) -> ir.Value | None:
-    """The initializer that a product or a lookup reads, as it is or turned."""
-    value = node.inputs[0 if node.op_type == "Gather" else 1]
-    producer = None if value is None else value.producer()
-    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else value
-
-
-def _plain_name(value: ir.Value | None) -> str:
-    return "" if value is None else (value.name or "").removesuffix(".T")
-
-
-def _excluded(nodes: Sequence[ir.Node], asked: Sequence[str]) -> set[ir.Value | None]:
-    """The weights with one of these names, or of the modules; PassError for a name that matches none."""
-    weights = {weight: _plain_name(weight) for node in nodes if array_of(weight := _weight_of(node)) is not None}
-    chosen = {name: [w for w, full in weights.items() if f"{full}.".startswith(f"{name}.")] for name in asked}
-    for name, found in chosen.items():
-        if not found:
-            near = ", ".join(difflib.get_close_matches(name, set(weights.values()), n=5, cutoff=0))
-            raise PassError(f"exclude: no weight or module is named {name!r}; nearest weights: {near or 'none'}")
-    return {weight for found in chosen.values() for weight in found}
 
 
 class _Rewrite:
@@ -197,7 +178,7 @@ class _Rewrite:
             looked_up = any(use.node.op_type == "Gather" for use in value.uses())
             odd = -(-weight.shape[1] // self.options.block_size) % 2 == 1
             symmetric = symmetric or (bits == 4 and looked_up and odd)
-            name, form = _plain_name(value) or "weight", f"int{bits}"
+            name, form = (value.name or "weight").removesuffix(".T"), f"int{bits}"
             blocks = quantize(weight, bits, self.options.block_size, symmetric, self.options.method)
             self.stored.append(Stored(name, weight.nbytes, blocks.nbytes, form))
             self.made[value, by_rows] = (

@@ -13,12 +13,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, linear_at, replace
-from tx_export.passes import Coverage, GraphPass, Left, Outcome
-from tx_export.quantize._weights import attention_left, check_finite, part_attention
+from tx_export.passes import Coverage, GraphPass, Left, Outcome, Stored
+from tx_export.quantize._weights import attention_left, candidates, check_finite, name_of, part_attention
 
 __all__ = ["DynamicInt8"]
 
-_PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
 _KEPT_ATTRIBUTES = {"num_heads", "unidirectional", "mask_filter_value"}  # those that QAttention has too
 
 
@@ -29,6 +28,7 @@ class DynamicInt8(GraphPass):
     per_channel: bool = True  # one scale for each output channel; per tensor costs 7 dB on MiniLM
     embeddings: bool = True  # a quarter of the bytes at no measurable error, with a scale for each row
     min_elements: int = 4096  # of a table; smaller ones gain nothing
+    only: str = ""  # weights, or modules with all of theirs, separated by commas; empty: all
 
     budget: ClassVar[str | None] = "sqnr_db=10"
 
@@ -36,22 +36,16 @@ class DynamicInt8(GraphPass):
         left: list[Left] = []
         done = 0
         rewrite = _Rewrite(model.graph, self)
-        products = [node for node in model.graph if (node.domain, node.op_type) in _PRODUCTS]
-        tables = [node for node in model.graph if node.op_type == "Gather" and array_of(node.inputs[0]) is not None]
-        for node in products:
-            reason = rewrite.attention(node) if node.op_type == "Attention" else rewrite.product(node)
+        nodes = candidates(model.graph, self.only)
+        for node in nodes if self.embeddings else (each for each in nodes if each.op_type != "Gather"):
+            name, reason = name_of(node), rewrite(node)
             if reason is None:
                 done += 1
             elif reason != "both operands are computed":  # no weight, nothing to quantize
-                left.append(Left(node.outputs[0].name or node.op_type, reason))
-        for node in tables if self.embeddings else ():
-            reason = rewrite.table(node)
-            if reason is None:
-                done += 1
-            else:
-                left.append(Left(node.inputs[0].name or "table", reason))  # type: ignore[union-attr]
+                left.append(Left(name, reason))
         RemoveUnusedNodesPass()(model)
-        return Outcome(model, done > 0, Coverage(done, done + len(left), tuple(left)), subject="quantized")
+        coverage = Coverage(done, done + len(left), tuple(left), stored=tuple(rewrite.made))
+        return Outcome(model, done > 0, coverage, subject="quantized")
 
 
 class _Rewrite:
@@ -61,6 +55,12 @@ class _Rewrite:
         self.graph, self.options = graph, options
         self.activations: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self.made: dict[Stored, None] = {}  # in order, each once
+
+    def __call__(self, node: ir.Node) -> str | None:
+        if node.op_type == "Gather":
+            return self.table(node)
+        return self.attention(node) if node.op_type == "Attention" else self.product(node)
 
     def product(self, node: ir.Node) -> str | None:
         linear = linear_at(node)
@@ -142,8 +142,11 @@ class _Rewrite:
         if len(_readers(value)) > 1:
             quantized = (quantized.astype(np.int16) + 128).astype(np.uint8)
             zero = add_initializer(self.graph, f"{name}.zero", np.full(scale.shape, 128, np.uint8))
+        form = str(quantized.dtype)
+        after = quantized.nbytes + scale.nbytes + (0 if zero is None else quantized.shape[1])
+        self.made[Stored(name, weight.nbytes, after, form)] = None
         return (
-            add_initializer(self.graph, f"{name}.{quantized.dtype}", quantized),
+            add_initializer(self.graph, f"{name}.{form}", quantized),
             add_initializer(self.graph, f"{name}.scale", scale),
             zero,
         )
@@ -153,6 +156,7 @@ class _Rewrite:
         if table not in self.tables:
             check_finite(table, array, 8)
             columns, scale = _per_column(array.T)
+            self.made[Stored(table.name or "table", array.nbytes, columns.nbytes + scale.nbytes, "int8")] = None
             self.tables[table] = (
                 add_initializer(self.graph, f"{table.name}.int8", columns.T),
                 add_initializer(self.graph, f"{table.name}.scale", scale[:, None]),
