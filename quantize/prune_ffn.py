@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -26,6 +27,8 @@ class PruneFfn(ModulePass):
     ratio: float = 0.0  # of all neurons, rounded to the nearest whole number, halves up
     neurons: str = ""  # LAYER:BITS;...: bit n, in hexadecimal, is the removed neuron n; what the ratio leads to
     importance: str = "gradient"  # of the outputs, by calibration text (norm where there is none), or norm of weights
+
+    subject: ClassVar[str] = "pruned_neurons"
 
     def __post_init__(self) -> None:
         check_options(self.ratio, self.neurons, self.importance)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ class PruneWeights(ModulePass):
 
     ratio: float = 0.5  # of the weights of each product, rounded to the nearest whole number, halves up
     pattern: str = "unstructured"  # or 2:4, which is a ratio of 0.5
+
+    subject: ClassVar[str] = "pruned_weights"
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:

@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export import plugins
+from tx_export._coverage import of_graph_passes, of_module_passes
 from tx_export._emulation import emulated
 from tx_export._measure import measure
 from tx_export._reference import Reference
 from tx_export.artifact import open_graph
 from tx_export.errors import ArtifactError
 from tx_export.metrics import Budget
-from tx_export.passes import Context, Coverage, Outcome, Pass, Pipeline
+from tx_export.passes import Context, Coverage, ModulePass, Outcome, Pass, Pipeline
 from tx_export.spec import EagerModel
 from tx_export.verify import Case, Judge, Runner, Step, check_accuracy, grid, text_feeds
 
@@ -75,9 +76,10 @@ def run_module_passes(
     """The changed model, which everything behind is judged against; the pipeline that repeats it; what was changed."""
     changed: dict[str, Coverage] = {}
 
-    def after(item: Pass, coverage: Coverage) -> None:
+    def after(item: ModulePass, coverage: Coverage) -> None:
         progress(f"{item.name()}: {coverage.done} of {coverage.of}")
-        changed["pruned"] = changed["pruned"].plus(coverage) if "pruned" in changed else coverage
+        before = changed.get(item.subject)
+        changed[item.subject] = coverage if before is None else of_module_passes(before, coverage)
 
     module, repeating = pipeline.run_module(model.module, context, asked, after)
     pruned = model if module is model.module else dataclasses.replace(model, module=module)
@@ -98,7 +100,9 @@ def run_graph_passes(
 
     def after(item: Pass, outcome: Outcome) -> None:
         nonlocal caused
-        changed[outcome.subject or item.name()] = outcome.coverage
+        subject = outcome.subject or item.name()
+        before = changed.get(subject)
+        changed[subject] = outcome.coverage if before is None else of_graph_passes(before, outcome.coverage)
         if not outcome.modified:
             return
         progress(f"{item.name()}: {outcome.coverage.done} of {outcome.coverage.of}; verify")

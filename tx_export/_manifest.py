@@ -60,6 +60,7 @@ def describe(
         "fused": _fused(graph, changed).to_json(),
         "quantized": changed.get("quantized", nothing).to_json(),
         "pruned": changed.get("pruned", nothing).to_json(),
+        **{key: changed[key].to_json() for key in ("pruned_neurons", "pruned_weights") if key in changed},
         "kept_heads": {str(layer): list(heads) for layer, heads in changed.get("pruned", nothing).kept},
         "session": {provider.__class__.__module__.rpartition(".")[2]: provider.session()},
         "verification": verification,

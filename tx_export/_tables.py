@@ -13,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tx_export._distillation_run import DistillResult
     from tx_export.training import TrainResult
 
 __all__ = [
@@ -50,7 +51,8 @@ def print_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         for name, used in manifest.get("domains", {}).items()
     ]
     rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in manifest.get(kind, ())]
-    rows += [(key, _coverage(manifest[key])) for key in ("fused", "quantized", "pruned") if manifest.get(key)]
+    counted = ("fused", "quantized", "pruned", "pruned_neurons", "pruned_weights")
+    rows += [(key.replace("_", " "), _coverage(manifest[key])) for key in counted if manifest.get(key)]
     rows += [("verified", _verified(record)) for record in manifest.get("verification", {}).get("passes", ())]
     rows += [("file", f"{name}, {entry['bytes']:,} bytes") for name, entry in sorted(manifest["files"].items())]
     print_columns(rows)
@@ -85,7 +87,7 @@ def print_table(table: Table) -> None:
     console.print(table)
 
 
-def print_training(result: TrainResult) -> None:
+def print_training(result: TrainResult | DistillResult) -> None:
     """Where the weights are and how good they are."""
     metrics = sorted(result.metrics.items())
     steps = f"{result.best_step} of {result.steps}"

@@ -181,7 +181,7 @@ def compare(artifact: Path, source: str | None) -> dict[str, Any]:
 
 def _as_exported(model: EagerModel, manifest: Mapping[str, Any]) -> EagerModel:
     """The model behind the module passes of the manifest, which repeat themselves without text."""
-    if not manifest.get("pruned", {}).get("done"):
+    if not any(key.startswith("pruned") and manifest[key]["done"] for key in manifest):
         return model
     pipeline, context = _recorded(model, manifest)
     return run_module_passes(model, pipeline, frozenset(), context, lambda message: None)[0]

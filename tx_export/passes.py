@@ -59,11 +59,6 @@ class Coverage:
     repeat: tuple[Pass, ...] = ()  # what makes the same choice without measuring; empty: the pass as it was given
     stored: tuple[Stored, ...] = ()  # each once, however many read it
 
-    def plus(self, other: Coverage) -> Coverage:
-        """Of two passes with one subject; what stays is told by the later one that tells it."""
-        left, stored = (*self.left, *other.left), (*self.stored, *other.stored)
-        return Coverage(self.done + other.done, self.of + other.of, left, other.kept or self.kept, stored=stored)
-
     def to_json(self) -> dict[str, Any]:
         """What the manifest holds of it."""
         left, stored = ([dataclasses.asdict(item) for item in items] for items in (self.left, self.stored))
@@ -143,7 +138,9 @@ class GraphPass(Pass, ir.passes.InPlacePass):
 
 
 class ModulePass(Pass, abc.ABC):
-    """A pass over a module."""
+    """A pass over a module. `subject` is its place in the manifest."""
+
+    subject: ClassVar[str] = "pruned"
 
     @abc.abstractmethod
     def apply(self, module: nn.Module) -> tuple[nn.Module, Coverage]:
@@ -180,7 +177,7 @@ class Pipeline:
         )
 
     def run_module(
-        self, module: nn.Module, context: Context, asked: Iterable[str], after: Callable[[Pass, Coverage], None]
+        self, module: nn.Module, context: Context, asked: Iterable[str], after: Callable[[ModulePass, Coverage], None]
     ) -> tuple[nn.Module, Self]:
         """Run the module passes; returns the changed copy, and the pipeline that repeats it without measuring."""
         repeating = list(self.passes)
