@@ -30,7 +30,7 @@ from tx_export._torch_state import isolated
 from tx_export.errors import LoadError
 from tx_export.spec import Dim, TensorSpec
 
-__all__ = ["adapted", "run"]
+__all__ = ["adapted", "output_spec", "run"]
 
 _log = logging.getLogger("tx_export")
 _DTYPES = (
@@ -66,7 +66,7 @@ def adapted(
     adapter = ModuleAdapter(module, call, places, slots).eval()
     answers = run(user, adapter, example(specs, small)), run(user, adapter, example(specs, large))
     outputs = tuple(
-        _spec(f"{user.reference}: output {name!r}", name, pair, (small, large), specs)
+        output_spec(f"{user.reference}: output {name!r}", name, pair, (small, large), specs)
         for name, pair in zip(names, zip(*answers, strict=True), strict=True)
     )
     notices = [
@@ -173,13 +173,14 @@ def _same(first: Mapping[Place, Any], second: Mapping[Place, Any], tolerance: fl
     )
 
 
-def _spec(
+def output_spec(
     place: str,
     name: str,
     pair: tuple[Tensor, Tensor],
     sizes: tuple[Mapping[str, int], Mapping[str, int]],
     inputs: Sequence[TensorSpec],
 ) -> TensorSpec:
+    """An output that was seen at two sizes: an axis that grew like a dimension of the inputs has its name."""
     first, second = pair
     if first.ndim != second.ndim:
         raise LoadError(f"{place} has {first.ndim} dimensions, and {second.ndim} for larger inputs")

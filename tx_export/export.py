@@ -21,6 +21,8 @@ from torch import nn
 
 from tx_export._export_errors import check_exported, export_error
 from tx_export._module_adapter import ModuleAdapter, users_path
+from tx_export._onnx_graph import prepare
+from tx_export._onnx_module import OnnxModule
 from tx_export._releases import RELEASES, first_release, least_onnxruntime
 from tx_export._slow_path import slow_path
 from tx_export._torch_attention import torch_attention
@@ -83,7 +85,14 @@ def _spelling(ops: str, standard_attention: bool) -> Ops:
 
 
 def export(model: EagerModel, target: Target) -> ir.Model:
-    """The graph of the module, unoptimized: ends named as in the spec, named dims dynamic up to their bounds."""
+    """The graph of a model, unoptimized: exported from its module, or read where that is an ONNX file."""
+    if isinstance(model.module, OnnxModule):
+        return prepare(model.module.path, model.inputs)
+    return _exported(model, target)
+
+
+def _exported(model: EagerModel, target: Target) -> ir.Model:
+    """Ends named as in the spec, named dims dynamic up to their bounds."""
     feeds = _example(model.inputs)
     # A dimension that is never above 1 is none.
     dims = {name: torch.export.Dim(name, min=1, max=most) for name, most in _bounds(model.inputs).items() if most > 1}

@@ -17,13 +17,16 @@ from tx_export import plugins
 from tx_export._load_builtin import load_built_in
 from tx_export._load_checkpoint import load_folder
 from tx_export._load_module import load_module
+from tx_export._load_onnx import load_onnx
 from tx_export.errors import LoadError, PluginError
 from tx_export.spec import BuiltInSpec, EagerModel
 
 __all__ = ["load"]
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_ACCEPTED = "a built-in name ({names}), a folder with a config.json, path/to/file.py:NAME or package.module:NAME"
+_ACCEPTED = (
+    "a built-in name ({names}), a folder with a config.json, FILE.onnx, path/to/file.py:NAME or package.module:NAME"
+)
 
 
 def load(
@@ -35,8 +38,9 @@ def load(
     task: str | None = None,
     inputs: Sequence[str] = (),
     max_length: int | None = None,
+    tokenizer: str | None = None,
 ) -> EagerModel:
-    """The eager model of a source; `weights` is FILE.safetensors, `random` or `random:SEED`.
+    """The eager model of a source; `weights` is FILE.safetensors or `random[:SEED]`, `tokenizer` a tokenizer.json.
 
     Raises LoadError for what can't be read, PluginError for an unknown source, size or setting.
     """
@@ -44,23 +48,22 @@ def load(
         raise LoadError(f"max-length is {max_length}; it must be at least 1")
     source = "classifier" if source is None else source
     chosen = _parse_weights(weights)
-    if Path(source).is_dir():
+    path, shown = Path(source), _shown(source)
+    if path.suffix == ".onnx":
+        _refuse_options(source, size=size, settings=settings)
+        return load_onnx(
+            path, inputs=inputs, weights=chosen, task=task, tokenizer=tokenizer, max_length=max_length, source=shown
+        )
+    _refuse_options(source, tokenizer=tokenizer)
+    if path.is_dir():
         _refuse_options(source, size=size, settings=settings, inputs=inputs)
-        return load_folder(
-            Path(source),
-            weights=chosen,
-            task=task,
-            max_length=max_length,
-            name=_last_part(source),
-            source=_shown(source),
-        )
+        name = _last_part(source)
+        return load_folder(path, weights=chosen, task=task, max_length=max_length, name=name, source=shown)
     if ":" in source:
-        _refuse_options(source, size=size, settings=settings, inputs=())
-        return load_module(
-            source, inputs=inputs, weights=chosen, task=task, max_length=max_length, source=_shown(source)
-        )
+        _refuse_options(source, size=size, settings=settings)
+        return load_module(source, inputs=inputs, weights=chosen, task=task, max_length=max_length, source=shown)
     spec = _built_in(source)
-    _refuse_options(source, size="small", settings={}, inputs=inputs)
+    _refuse_options(source, inputs=inputs)
     model = load_built_in(source, spec, size=size, settings=settings, weights=chosen, max_length=max_length)
     if task not in (None, model.task):
         raise PluginError(f"task {task!r}: {source} has the task {model.task} only")
@@ -89,10 +92,19 @@ def _built_in_names() -> list[str]:
     return [name for name in plugins.names("model") if issubclass(plugins.find("model", name), BuiltInSpec)]
 
 
-def _refuse_options(source: str, *, size: str, settings: Mapping[str, str], inputs: Sequence[str]) -> None:
-    for option, given in (("size", size != "small"), ("set", settings), ("input", inputs)):
-        if given:
-            kind = "a user's module" if option == "input" else "a built-in model"
+def _refuse_options(
+    source: str,
+    *,
+    size: str = "small",
+    settings: Mapping[str, str] = MappingProxyType({}),
+    inputs: Sequence[str] = (),
+    tokenizer: str | None = None,
+) -> None:
+    kinds = {"size": "a built-in model", "set": "a built-in model", "input": "a user's module or an ONNX file"}
+    given = {"size": size != "small", "set": settings, "input": inputs, "tokenizer": tokenizer}
+    for option, value in given.items():
+        if value:
+            kind = kinds.get(option, "an ONNX file")
             raise PluginError(f"--{option} is for {kind}; {source} is none")
 
 
