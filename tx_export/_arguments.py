@@ -89,6 +89,7 @@ def loop(command: _Command) -> _Command:
         _of_loop("--batch", "batch_size", count, "Examples an update; default: 32, 64 or 128 by size."),
         _of_loop("--accumulation", "accumulation", count, "Parts that a batch is cut into."),
         _of_loop("--epochs", "epochs", count, "At most."),
+        _of_loop("--steps", "steps", count, "At most, instead of epochs."),
         _of_loop("--warmup", "warmup", count, "Steps until the learning rate falls."),
         _of_loop("--rate-factor", "rate_factor", float, "Times the article's learning rate."),
         _of_loop("--label-smoothing", "label_smoothing", share, "Probability that the other labels share."),

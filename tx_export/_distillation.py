@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tx_export._distillation_course import UNLABELLED, Course, Goal, Lesson, kinds_of, live, student_weights
+from tx_export._distillation_answers import live
+from tx_export._distillation_course import UNLABELLED, Course, Goal, Lesson, kinds_of, student_weights
 from tx_export._training_loop import Progress, minimize
 from tx_export._training_steps import LoopOptions
 from tx_export._training_text import Rows, encode_texts

@@ -5,19 +5,19 @@ loss = (1 - hard) outputs + hard labels + hidden (mean of linked layers) + atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tx_export._distillation_answers import Answer, Ask, call
 from tx_export._distillation_losses import Kind, agreement, attention_loss, output_loss
-from tx_export._distillation_watch import Link, Watched, links, watching
+from tx_export._distillation_watch import Link, links, watching
 from tx_export._training_loop import Objective
 from tx_export._training_steps import LoopOptions, Metrics, running, smoothed_loss, with_unknown_words
 from tx_export._training_text import Batch, Rows, collate
-from tx_export.errors import LoadError
+from tx_export.errors import TxExportError
 from tx_export.spec import EagerModel, TensorSpec
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Lesson",
     "Pupil",
     "kinds_of",
-    "live",
     "student_weights",
 ]
 
@@ -46,12 +45,11 @@ class Goal:
     hidden: float = 1.0  # hidden states; 0: none
     attention: float = 1.0  # attention weights; 0: none
 
-
-class Answer(NamedTuple):
-    """What the teacher computes for a batch."""
-
-    outputs: tuple[Tensor, ...]
-    seen: Watched
+    def __post_init__(self) -> None:
+        if not self.temperature > 0 or not 0 <= self.hard <= 1 or min(self.hidden, self.attention) < 0:
+            raise TxExportError(
+                "temperature must be above 0, the labelled share in [0, 1], hidden and attention at least 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Lesson:
     """Rows as the student reads them, and what the teacher says to some of them, by number and as a batch."""
 
     rows: Rows
-    ask: Callable[[Sequence[int], Batch], Answer]
+    ask: Ask
 
 
 class Pupil(nn.Module):
@@ -96,35 +94,11 @@ def _projection(ours: int, theirs: int) -> nn.Module:
     return nn.Identity() if ours == theirs else nn.Linear(ours, theirs, bias=False)
 
 
-def _call(module: nn.Module, inputs: Sequence[TensorSpec], batch: Batch, input_ids: Tensor) -> tuple[Tensor, ...]:
-    """The outputs for a batch, with these ids instead of its own."""
-    values = {
-        "input_ids": input_ids,
-        "attention_mask": batch.attention_mask,
-        "token_type_ids": torch.zeros_like(input_ids),
-    }
-    if unknown := [spec.name for spec in inputs if spec.name not in values]:
-        raise LoadError(f"text gives {', '.join(values)}, but the model also takes {', '.join(unknown)}")
-    outputs: Any = module(*(values[spec.name].to(getattr(torch, spec.dtype)) for spec in inputs))
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 def kinds_of(model: EagerModel) -> tuple[Kind, ...]:
     """How each output is compared."""
     scores = model.text.scores if model.text is not None and model.task == "text-classification" else "softmax"
     logits: Kind = "values" if scores == "identity" else scores
     return tuple(logits if model.task in _CLASSIFIES and spec.name == "logits" else "values" for spec in model.outputs)
-
-
-def live(teacher: EagerModel) -> Callable[[Sequence[int], Batch], Answer]:
-    """The teacher runs on each batch; it reads the student's ids."""
-
-    def ask(_numbers: Sequence[int], batch: Batch) -> Answer:
-        with torch.no_grad(), watching(teacher.module) as seen:
-            outputs = _call(teacher.module, teacher.inputs, batch, batch.input_ids)
-        return Answer(outputs, seen)
-
-    return ask
 
 
 @dataclass(frozen=True)
@@ -144,7 +118,7 @@ class Course:
         (batch,) = collate(self.train.rows, [0], 1, self.pad_id)
         theirs = self.train.ask([0], batch).seen
         with torch.no_grad(), watching(student) as ours:
-            _call(student, self.inputs, batch, batch.input_ids)
+            call(student, self.inputs, batch, batch.input_ids)
         states = (batch.input_ids.shape, 3)
         hidden = links(ours.hidden, theirs.hidden, lambda s, t: states == _states(s) == _states(t))
         weights = links(ours.weights, theirs.weights, lambda s, t: s.shape == t.shape)
@@ -185,7 +159,7 @@ class Course:
         (batch,) = collate(lesson.rows, numbers, len(numbers), self.pad_id)
         theirs = lesson.ask(numbers, batch)
         with running(pupil.student, self.options), watching(pupil.student) as seen:
-            outputs = _call(pupil.student, self.inputs, batch, with_unknown_words(batch, word_dropout))
+            outputs = call(pupil.student, self.inputs, batch, with_unknown_words(batch, word_dropout))
             ours = Answer(outputs, seen)
             found = self._output_losses(ours, theirs, batch) | pupil.layer_losses(ours, theirs, batch.attention_mask)
         loss = (

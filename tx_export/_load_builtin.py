@@ -21,7 +21,7 @@ from tx_export._load_weights import Weights, read_metadata, read_weights
 from tx_export.errors import LoadError, PluginError
 from tx_export.spec import BuiltInSpec, EagerModel, TextSpec
 
-__all__ = ["load_built_in"]
+__all__ = ["load_built_in", "parse_settings"]
 
 _log = logging.getLogger("tx_export")
 _FREE = frozenset(
@@ -43,7 +43,7 @@ def load_built_in(
     """The eager model; `weights` is a safetensors file, the seed of random ones, or None for the shipped ones."""
     if size not in spec_class.sizes:
         raise PluginError(f"{family} has no size {size!r}; known: {', '.join(spec_class.sizes)}")
-    changed = _parse_settings(family, spec_class, settings)
+    changed = parse_settings(family, spec_class, settings)
     spec, module, origin, tokenizer = _choose(family, spec_class, size, changed, weights)
     table = table_of(spec.inputs())
     if max_length is not None and table is not None and max_length > table:
@@ -147,7 +147,7 @@ def _text(place: Traversable | Path, spec: BuiltInSpec, fields: Mapping[str, Any
     return TextSpec(text, max_length, tokenizer.token_to_id("[PAD]") or 0, labels, scores)
 
 
-def _parse_settings(family: str, spec_class: type[BuiltInSpec], settings: Mapping[str, str]) -> dict[str, Any]:
+def parse_settings(family: str, spec_class: type[BuiltInSpec], settings: Mapping[str, str]) -> dict[str, Any]:
     """KEY=VALUE texts as values of the fields' types."""
     known = [field.name for field in dataclasses.fields(spec_class)]  # type: ignore[arg-type]
     hints = typing.get_type_hints(spec_class)

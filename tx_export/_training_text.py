@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from tx_export._load_text import read_utf8
 from tx_export.errors import LoadError
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "epoch_batches",
     "labels_of",
     "read_examples",
+    "read_texts",
     "read_tokenizer",
+    "require_special_tokens",
     "split",
     "train_tokenizer",
 ]
@@ -71,6 +74,17 @@ def read_examples(path: Path) -> list[Example]:
     if not examples:
         raise LoadError(f"{path}: no examples; expected lines of label<TAB>text")
     return examples
+
+
+def read_texts(path: Path) -> list[Example]:
+    """Labelled lines as `read_examples` has them; in a file without a tab each line is a text, and no label is ""."""
+    text = read_utf8(path)
+    if "\t" in text:
+        return read_examples(path)
+    lines = [line.strip() for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
+    if not lines:
+        raise LoadError(f"{path}: no text")
+    return [Example("", line) for line in lines]
 
 
 def _example(place: str, line: bytes) -> Example:
@@ -164,6 +178,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def require_special_tokens(tokenizer: Tokenizer, place: object) -> None:
+    """LoadError where word dropout would take special tokens for words."""
+    if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [0, 1, 2, 3]:
+        raise LoadError(f"{place}: word dropout needs {', '.join(SPECIAL_TOKENS)} as ids 0 to 3")
 
 
 def encode(tokenizer: Tokenizer, examples: Sequence[Example], labels: tuple[str, ...], max_length: int) -> Rows:

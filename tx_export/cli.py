@@ -179,3 +179,4 @@ def list_() -> None:
 
 
 program.add_command(_commands_training.train)
+program.add_command(_commands_training.distill)

@@ -20,12 +20,12 @@ from tx_export._training_folder import fields_of, fingerprint, identity, make_fo
 from tx_export._training_loop import Progress, TrainRecord, fit
 from tx_export._training_steps import LoopOptions
 from tx_export._training_text import (
-    SPECIAL_TOKENS,
     Example,
     encode,
     labels_of,
     read_examples,
     read_tokenizer,
+    require_special_tokens,
     split,
     train_tokenizer,
 )
@@ -122,8 +122,8 @@ def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple
         tokenizer = read_tokenizer(options.tokenizer)
     else:
         tokenizer = train_tokenizer([example.text for example in examples], fields["vocab_size"])
-    if options.loop.word_dropout > 0 and [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [0, 1, 2, 3]:
-        raise LoadError(f"{options.tokenizer}: word dropout needs {', '.join(SPECIAL_TOKENS)} as ids 0 to 3")
+    if options.loop.word_dropout > 0:
+        require_special_tokens(tokenizer, options.tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     return replaced(options.spec, {"labels": labels, "vocab_size": vocab_size}), tokenizer
 
