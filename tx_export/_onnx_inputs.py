@@ -27,28 +27,34 @@ _FAR = 16  # nodes behind one another
 def declared_inputs(path: Path, graph: ir.Graph, given: Sequence[str]) -> tuple[TensorSpec, ...]:
     """The inputs in the file's order; a text form in `given` replaces what the file says of that input."""
     by_hand = {spec.name: spec for spec in map(TensorSpec.parse, given)}
-    names = [value.name for value in graph.inputs]
+    names = [str(value.name) for value in graph.inputs]
     if unknown := [name for name in by_hand if name not in names]:
-        raise LoadError(f"{path}: it has no input {unknown[0]!r}; there are {', '.join(map(str, names))}")
-    specs = tuple(_spec(path, value, by_hand.get(value.name or "")) for value in graph.inputs)
-    return specs if given else _renamed(specs)
+        raise LoadError(f"{path}: it has no input {unknown[0]!r}; there are {', '.join(names)}")
+    read = {str(value.name): _spec(path, value, by_hand.get(str(value.name))) for value in graph.inputs}
+    if not given:
+        return _renamed(tuple(read.values()))
+    ours: dict[str, int | Dim] = {}
+    for name, spec in by_hand.items():
+        dims = zip(read[name].dims, spec.dims, strict=True)
+        ours |= {old.name: new for old, new in dims if isinstance(old, Dim)}
+    return tuple(by_hand.get(name, _with_dims(spec, ours)) for name, spec in read.items())
 
 
 def _spec(path: Path, value: ir.Value, by_hand: TensorSpec | None) -> TensorSpec:
+    """As the file says it; LoadError where it says too little, or something else than what was given by hand."""
     assert value.name is not None and value.dtype is not None
     dtype = value.dtype.numpy().name
     if by_hand is None and value.shape is None:
         raise LoadError(
             f"{path}: input {value.name!r} has no shape; give it with --input '{value.name}:{dtype}[batch,tokens]'"
         )
-    if by_hand is None:
-        assert value.shape is not None
-        dims = tuple(_dim(dim, axis) for axis, dim in enumerate(value.shape))
-        return TensorSpec(value.name, dtype, dims)
-    if by_hand.dtype != dtype or (value.shape is not None and len(value.shape) != len(by_hand.dims)):
+    if by_hand is not None and (by_hand.dtype != dtype or len(by_hand.dims) != len(value.shape or by_hand.dims)):
         shape = "" if value.shape is None else f" with {len(value.shape)} dimensions"
         raise LoadError(f"{path}: input {value.name!r} is {dtype}{shape} in the file, not {by_hand}")
-    return by_hand
+    if value.shape is None:
+        assert by_hand is not None
+        return by_hand
+    return TensorSpec(value.name, dtype, tuple(_dim(dim, axis) for axis, dim in enumerate(value.shape)))
 
 
 def _dim(dim: int | ir.SymbolicDim, axis: int) -> int | Dim:
@@ -66,7 +72,12 @@ def _at(axis: int) -> str:
 def by_position(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """All dimensions that vary, named by their axis alone: one size for the first of every input, and so on."""
     return tuple(
-        replace(spec, dims=tuple(Dim(_at(axis)) if isinstance(dim, Dim) else dim for axis, dim in enumerate(spec.dims)))
+        replace(
+            spec,
+            dims=tuple(
+                Dim(_at(axis), dim.bound) if isinstance(dim, Dim) else dim for axis, dim in enumerate(spec.dims)
+            ),
+        )
         for spec in specs
     )
 
@@ -76,15 +87,17 @@ def _renamed(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     matrices = [spec for spec in specs if len(spec.dims) == 2 and np.dtype(spec.dtype).kind in "iub"]
     first = next((spec for spec in matrices if spec.is_mask), next(iter(matrices), specs[0]))
     used = {dim.name for spec in specs for dim in spec.dims if isinstance(dim, Dim)}
-    ours: dict[str, str] = {}
+    ours: dict[str, int | Dim] = {}
     for dim, name in zip(first.dims if first in matrices else first.dims[:1], _POSITIONS, strict=False):
         if isinstance(dim, Dim) and dim.name not in ours and name not in used:
-            ours[dim.name] = name
-    return tuple(replace(spec, dims=tuple(_as(dim, ours) for dim in spec.dims)) for spec in specs)
+            ours[dim.name] = Dim(name)
+    return tuple(_with_dims(spec, ours) for spec in specs)
 
 
-def _as(dim: int | Dim, names: Mapping[str, str]) -> int | Dim:
-    return Dim(names.get(dim.name, dim.name), dim.bound) if isinstance(dim, Dim) else dim
+def _with_dims(spec: TensorSpec, names: Mapping[str, int | Dim]) -> TensorSpec:
+    """Dimensions by these names replaced."""
+    dims = tuple(names.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims)
+    return replace(spec, dims=dims)
 
 
 def with_tables(graph: ir.Graph, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -37,7 +37,7 @@ class OnnxModule(nn.Module):
         super().__init__()
         runtime.external_files(path)  # refuses what leads out of the folder, before anything else reads the file
         self.path = path
-        self._session = runtime.open_session(path, "0", "cpu", _SETTINGS, runtime.available_threads())
+        self._session = runtime.open_session(path, "0", "cpu", _SETTINGS, torch.get_num_threads())
         self.input_names, self.output_names = (
             _names(path, kind, values)
             for kind, values in (("input", self._session.get_inputs()), ("output", self._session.get_outputs()))
