@@ -179,7 +179,7 @@ class Judge:
         return self._references.setdefault(module, Reference(self._model, module))
 
     def _promised(self, exported: nn.Module) -> frozenset[str]:
-        """What must not change an answer: our families promise all of it, others' modules and files what eager keeps."""
+        """What must not change an answer: our families promise all, others' modules and files what eager keeps."""
         if exported not in self._kept:
             eager = invariance("eager", self._model, self._reference(exported).run, self._trials)
             ours = self._model.family not in ("module", "onnx")
