@@ -53,7 +53,7 @@ def load_onnx(
         module=module,
         inputs=specs,
         outputs=outputs_of(module, specs),
-        config={} if tokenizer is None else {"tokenizer": tokenizer},
+        config={},
         weights=f"file {file_hash(path)}",
         text=_text(path, tokenizer, specs, max_length),
         padding="right",

@@ -28,7 +28,6 @@ class Origin:
     task: str | None
     inputs: tuple[str, ...]
     max_length: int | None
-    tokenizer: str | None = None
 
 
 def origin_of(manifest: Mapping[str, Any], source: str | None) -> Origin:
@@ -53,7 +52,6 @@ def origin_of(manifest: Mapping[str, Any], source: str | None) -> Origin:
         task=None if built_in else manifest["task"],
         inputs=_input_specs(manifest) if ":" in chosen or chosen.endswith(".onnx") else (),
         max_length=_chosen_length(manifest),
-        tokenizer=manifest["config"].get("tokenizer") if chosen.endswith(".onnx") else None,
     )
 
 
@@ -69,7 +67,6 @@ def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
             task=origin.task,
             inputs=origin.inputs,
             max_length=origin.max_length,
-            tokenizer=origin.tokenizer,
         )
     except (LoadError, PluginError) as error:
         wanted = f"made from {manifest['source']} with {manifest['weights']}"
