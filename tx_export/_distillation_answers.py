@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tx_export._distillation_watch import Watched, watching
 from tx_export._judging_text import batches
+from tx_export._training_folder import fingerprint
 from tx_export._training_text import Batch
 from tx_export.errors import LoadError
 from tx_export.spec import EagerModel, TensorSpec
@@ -62,11 +63,12 @@ def remembered(answers: Tensor) -> Ask:
     return lambda numbers, _batch: Answer((answers[list(numbers)],), Watched())
 
 
-def asked(teacher: EagerModel, texts: Sequence[str], file: Path, fingerprint: str) -> Tensor:
+def asked(teacher: EagerModel, texts: Sequence[str], file: Path) -> Tensor:
     """The output [N, D] for each text; kept in the file, for a run that is continued."""
+    mark = fingerprint({"teacher": teacher.weights, "texts": list(texts)})
     if file.exists():
         with safe_open(file, "pt") as kept:
-            if (kept.metadata() or {}).get("fingerprint") == fingerprint:
+            if (kept.metadata() or {}).get("fingerprint") == mark:
                 answers_kept: Tensor = kept.get_tensor("answers")
                 return answers_kept
     answers: list[Tensor] = [torch.empty(0)] * len(texts)
@@ -77,7 +79,7 @@ def asked(teacher: EagerModel, texts: Sequence[str], file: Path, fingerprint: st
                 answers[number] = row
     found = torch.stack(answers)
     unfinished = file.with_name(file.name + ".tmp")
-    safetensors.torch.save_file({"answers": found}, unfinished, {"fingerprint": fingerprint})
+    safetensors.torch.save_file({"answers": found}, unfinished, {"fingerprint": mark})
     unfinished.replace(file)
     return found
 

@@ -71,7 +71,7 @@ def distill(options: DistillOptions, progress: Progress) -> DistillResult:
     record, saved = _record(options, teacher, student), options.output / "checkpoint.pt"
     make_folder(options.output)
     mark = fingerprint(record)
-    course = _course(options, teacher, student, examples, mark)
+    course = _course(options, teacher, student, examples)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.loop.seed)
         pupil = course.pupil(copy.deepcopy(student.module).requires_grad_(True))
@@ -122,7 +122,6 @@ def _course(
     teacher: EagerModel,
     student: EagerModel,
     examples: tuple[list[Example], list[Example]],
-    mark: str,
 ) -> Course:
     assert student.text is not None and teacher.text is not None
     tokenizer = Tokenizer.from_str(student.text.tokenizer)
@@ -140,7 +139,7 @@ def _course(
     if alike and (options.goal.hidden or options.goal.attention or _by_token(teacher)):
         limit, asks = min(limit, teacher.text.max_length), [live(teacher)] * 2
     else:
-        asks = _asks(options, teacher, examples, mark, alike)
+        asks = _asks(options, teacher, examples, alike)
     lessons = [
         Lesson(_rows(tokenizer, part, labels, limit), ask if order is None else in_order(ask, order))
         for part, ask in zip(examples, asks, strict=True)
@@ -153,7 +152,6 @@ def _asks(
     options: DistillOptions,
     teacher: EagerModel,
     examples: tuple[list[Example], list[Example]],
-    mark: str,
     alike: bool,
 ) -> list[Ask]:
     if _by_token(teacher) or len(teacher.outputs) > 1:
@@ -162,7 +160,7 @@ def _asks(
         _log.warning("teacher and student have different tokenizers: only what they say about whole texts is matched")
     named = zip(("train", "held-out"), examples, strict=True)
     return [
-        remembered(asked(teacher, [item.text for item in part], options.output / f"answers.{name}", mark))
+        remembered(asked(teacher, [item.text for item in part], options.output / f"answers.{name}"))
         for name, part in named
     ]
 
