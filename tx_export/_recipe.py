@@ -11,7 +11,7 @@ from tx_export.passes import Pipeline
 __all__ = ["pipeline_of"]
 
 # The optimization passes for a provider, in order. Others that exist were slower where they were measured.
-_ALWAYS = "fold_constants fuse_gelu fuse_fast_gelu fuse_attention merge_views pack_qkv"
+_ALWAYS = "fold_constants fuse_gelu fuse_fast_gelu unguard_softmax fuse_attention merge_views pack_qkv"
 _FUSED = {"cpu": _ALWAYS, "cuda": f"{_ALWAYS} fuse_bias_gelu fuse_residual_norm"}
 _STANDARD = "fold_constants merge_views"
 _QUANTIZE = {"cpu": "dynamic_int8", "cuda": "none"}
