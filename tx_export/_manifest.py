@@ -1,8 +1,8 @@
-"""What an artifact says of itself: manifest.json, samples.npz and REPORT.md. Values are read back from the file."""
+"""What an artifact says of itself: manifest.json and samples.npz. Values are read back from the file."""
 
 from __future__ import annotations
 
-import platform
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -15,6 +15,7 @@ from torch import nn
 
 import tx_export
 from tx_export._attention_candidates import candidates
+from tx_export._precisions import multiply_adds, weights
 from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
 from tx_export.models.parts.attention import Attention
@@ -22,7 +23,7 @@ from tx_export.passes import Coverage, Left, Pipeline
 from tx_export.spec import EagerModel, TensorSpec
 from tx_export.verify import eager_runner, grid
 
-__all__ = ["describe", "report", "samples"]
+__all__ = ["describe", "samples"]
 
 Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -53,12 +54,12 @@ def describe(
         "weights": model.weights,
         "pipeline": str(pipeline),
         **_graph_facts(graph),
-        "inputs": [_tensor(spec) for spec in model.inputs],
-        "outputs": [_tensor(spec) for spec in model.outputs],
+        "inputs": [_tensor(spec, value) for spec, value in zip(model.inputs, graph.graph.inputs, strict=True)],
+        "outputs": [_tensor(spec, value) for spec, value in zip(model.outputs, graph.graph.outputs, strict=True)],
         "text": None if model.text is None else _text(model),
         "heads_per_layer": _heads(graph, model.module),
         "fused": _fused(graph, changed).to_json(),
-        "quantized": changed.get("quantized", nothing).to_json(),
+        "quantized": _quantized(graph.graph, changed.get("quantized", nothing)),
         "pruned": changed.get("pruned", nothing).to_json(),
         **{key: changed[key].to_json() for key in ("pruned_neurons", "pruned_weights") if key in changed},
         "kept_heads": {str(layer): list(heads) for layer, heads in changed.get("pruned", nothing).kept},
@@ -95,10 +96,12 @@ def _instruction_sets() -> list[str]:
     return [name for name in known if name in fields]
 
 
-def _tensor(spec: TensorSpec) -> dict[str, Any]:
+def _tensor(spec: TensorSpec, value: ir.Value) -> dict[str, Any]:
+    """As the file has it; it can't tell bounds of dimensions and of values."""
+    assert value.dtype is not None
     values = {} if spec.low is None or spec.high is None else {"range": [spec.low, spec.high]}
     dims = [dim if isinstance(dim, int) else str(dim) for dim in spec.dims]
-    return {"name": spec.name, "dtype": spec.dtype, "dims": dims} | values
+    return {"name": value.name, "dtype": value.dtype.numpy().name, "dims": dims} | values
 
 
 def _text(model: EagerModel) -> dict[str, Any]:
@@ -134,6 +137,26 @@ def _fused(graph: ir.Model, changed: Mapping[str, Coverage]) -> Coverage:
     return Coverage(done, done + len(left), left)
 
 
+def _quantized(graph: ir.Graph, told: Coverage) -> dict[str, Any]:
+    """Each weight with its bytes and, if a pass left it, the reason; the share of multiply-adds of each precision."""
+    shares = {precision: round(share, 6) for precision, share in multiply_adds(graph).items()}
+    if not told.done:
+        return told.to_json() | {"multiply_adds": shares}
+    before = {item.name: item.before for item in told.stored}
+    reasons = {item.name: item.reason for item in told.left}
+    stored: list[dict[str, Any]] = []
+    for weight in weights(graph):
+        # What stands in two forms has its bytes before with the first.
+        is_second = any(item["name"] == weight.name for item in stored)
+        whole = before.get(weight.name, weight.after if weight.form.startswith("float") else 4 * weight.elements)
+        item = {"name": weight.name, "before": 0 if is_second else whole, "after": weight.after, "form": weight.form}
+        reason = next((reasons[name] for name in (weight.name, *weight.readers) if name in reasons), None)
+        stored.append(item if reason is None else item | {"reason": reason})
+    found = {item["name"] for item in stored}
+    stored += [dataclasses.asdict(item) for item in told.stored if item.name not in found]
+    return told.to_json() | {"stored": stored, "multiply_adds": shares}
+
+
 def samples(model: EagerModel, path: Path, runner: Runner | None) -> dict[str, float]:
     """Write samples.npz: inputs and eager outputs for every kind of mask; returns what the self-test must reach."""
     eager = eager_runner(model)
@@ -156,65 +179,3 @@ def samples(model: EagerModel, path: Path, runner: Runner | None) -> dict[str, f
     if runner is None or difference.max_abs <= fidelity_bound(difference.largest):
         return {"max_abs": 10 * fidelity_bound(difference.largest), "sqnr_db": 60.0}
     return {"sqnr_db": round(difference.sqnr_db - _MARGIN_DB, 1)}
-
-
-def report(manifest: Mapping[str, Any]) -> str:
-    """REPORT.md: what was done and how far the result is from eager, for people."""
-    lines = [
-        f"# {manifest['name']}",
-        "",
-        f"{manifest['task']} from `{manifest['source']}`, weights: {manifest['weights']}.",
-        f"Opset {manifest['opset']}, IR {manifest['ir_version']}, ONNX Runtime {manifest['min_onnxruntime']} or later.",
-        f"Control flow: {', '.join(f'{count} {name}' for name, count in manifest['control_flow'].items())}.",
-        "",
-    ]
-    if manifest["weights"].startswith("random"):
-        lines += ["**The weights are random: predictions mean nothing.**", ""]
-    if manifest["text"] is not None:
-        lines += [f"Text is cut at {manifest['text']['max_length']} tokens; `--json` marks a text that was cut.", ""]
-    return "\n".join([*lines, *_error_table(manifest["verification"]), *_coverage(manifest), ""])
-
-
-def _error_table(verification: Mapping[str, Any]) -> list[str]:
-    rows = [
-        "## Error behind each pass",
-        "",
-        "| pass | judged by | output | max abs | SQNR dB | least cosine | agreement |",
-    ]
-    rows.append("|---|---|---|---|---|---|---|")
-    whole = [verification["whole"] | {"pass": "against the whole model"}] if "whole" in verification else []
-    for record in (*verification["passes"], *whole):
-        for name, metrics in record["outputs"].items():
-            cells = [_number(metrics[key]) for key in ("max_abs", "sqnr_db", "cosine", "agreement")]
-            rows.append(f"| {record['pass']} | {record['kind']}: {record['budget']} | {name} | {' | '.join(cells)} |")
-    changes = verification["overall"]["invariance"]
-    changed = ", ".join(f"{cause} {_number(value)}" for cause, value in changes.items())
-    return [*rows, "", f"Largest change of an answer by padding or by mates in the batch: {changed}.", ""]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _coverage(manifest: Mapping[str, Any]) -> list[str]:
-    lines = ["## What was changed", ""]
-    for subject in ("fused", "quantized", "pruned"):
-        counted = manifest[subject]
-        if counted["of"]:
-            lines.append(f"- {subject}: {counted['done']} of {counted['of']}")
-            lines += [f"  - left: {left['name']} ({left['reason']})" for left in counted["left"]]
-            lines += [
-                f"  - {item['form']}: {item['name']} ({item['before']} bytes, now {item['after']})"
-                for item in counted.get("stored", ())
-            ]
-    kept = [f"{layer}: {', '.join(map(str, heads)) or 'none'}" for layer, heads in manifest["kept_heads"].items()]
-    lines += [f"- heads that each layer keeps: {'; '.join(kept)}"] if kept else []
-    lines += ["", f"Passes: `{manifest['pipeline']}`", ""]
-    if manifest["batch_dependent"]:
-        isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()
-        lines += [
-            f"Verified on a CPU with {isa}. Activations get one scale for each batch, so an answer depends a little on",
-            "its mates in the batch (batch dependent); CPUs without VNNI run the products in an exact, slower form.",
-            "",
-        ]
-    return lines

@@ -16,8 +16,9 @@ import onnx_ir as ir
 
 from tx_export import plugins, runtime
 from tx_export._judged_passes import Progress, context_of, run_graph_passes, run_module_passes
-from tx_export._manifest import describe, report, samples
+from tx_export._manifest import describe, samples
 from tx_export._recipe import pipeline_of
+from tx_export._report import report
 from tx_export._sources import source_of
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
 from tx_export.errors import BudgetError, ExportError, LoadError

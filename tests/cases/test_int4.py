@@ -230,10 +230,18 @@ def test_b141_what_was_excluded_stands_in_manifest_and_report(masked_lm_folder: 
     assert quantized["left"] == [left] * 2 and quantized["of"] == quantized["done"] + 2  # looked up, and multiplied
     # 96 x 192: 3 blocks of 16 bytes for each output, their scales, and 2 bytes with their zero points.
     up = {"name": "encoder.layers.0.feed_forward.up.weight", "before": 73728, "after": 192 * 62, "form": "int4"}
-    assert up in quantized["stored"] and len(quantized["stored"]) == quantized["done"]
+    assert up in quantized["stored"] and len(quantized["stored"]) == quantized["done"] + 1
+    whole = {"name": "head.decoder.weight", "before": 3072000, "after": 3072000, "form": "float32"}
+    assert whole | {"reason": left["reason"]} in quantized["stored"]
+    # Of 2 layers with 3 x 96 x 96, 96 x 96 and 2 x 96 x 192, a head with 96 x 96 and the decoder with 96 x 8000.
+    in_blocks, in_float = 2 * (4 * 96 * 96 + 2 * 96 * 192) + 96 * 96, 96 * 8000
+    shares = {"float32": in_float / (in_blocks + in_float), "int4": in_blocks / (in_blocks + in_float)}
+    assert quantized["multiply_adds"] == {name: round(share, 6) for name, share in shares.items()}
     report = (folder / "REPORT.md").read_text(encoding="utf-8")
     assert "left: head.decoder.weight (excluded, 3072000 bytes)" in report
-    assert "int4: encoder.layers.0.feed_forward.up.weight (73728 bytes, now 11904)" in report
+    # Both layers stand in one row.
+    assert "| encoder.layers.*.feed_forward.up.weight | 2 | int4 | 147,456 | 23,808 |  |" in report
+    assert "| head.decoder.weight | 1 | float32 | 3,072,000 | 3,072,000 | excluded, 3072000 bytes |" in report
 
 
 def test_b117_a_table_that_is_a_head_too_is_stored_once_in_4_bits(masked_lm: Case, tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ def test_b120_every_weight_product_is_quantized_and_counted_fused_or_not(
     assert passed(plain, [DynamicInt8(embeddings=False)]) == {"dynamic_int8": (13, 13)}
     passed(fused, _OPTIMIZE)
     assert passed(fused, [DynamicInt8(embeddings=False)]) == {"dynamic_int8": (9, 9)}
-    assert read_manifest(cls_int8)["quantized"] == {"done": 11, "of": 11, "left": []}
+    quantized = read_manifest(cls_int8)["quantized"]
+    assert {key: quantized[key] for key in ("done", "of", "left")} == {"done": 11, "of": 11, "left": []}
+    assert quantized["multiply_adds"] == {"int8": 1.0} and len(quantized["stored"]) == 11
     assert "- quantized: 11 of 11\n" in (cls_int8 / "REPORT.md").read_text(encoding="utf-8")
 
 

@@ -36,7 +36,8 @@ def test_b020_a_stock_encoder_takes_every_batch_and_length_with_the_fast_path_of
 def test_a_stock_encoder_with_a_padding_mask_is_fused_and_quantized_in_every_layer(once: Once) -> None:
     manifest = runtime.read_manifest(once("stock-int8", lambda path: build_user("Stock", path, "dynamic_int8")))
     assert manifest["fused"] == {"done": 2, "of": 2, "left": []}
-    assert manifest["quantized"] == {"done": 9, "of": 9, "left": []}  # 2 layers of 4 products, and the table of words
+    counted = {key: manifest["quantized"][key] for key in ("done", "of", "left")}
+    assert counted == {"done": 9, "of": 9, "left": []}  # 2 layers of 4 products, and the table of words
 
 
 def test_an_output_without_axes_is_right_at_every_shape(once: Once) -> None:
