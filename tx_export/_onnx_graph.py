@@ -51,10 +51,10 @@ def read_graph(path: Path) -> ir.Model:
     return model
 
 
-def prepare(path: Path, inputs: Sequence[TensorSpec]) -> ir.Model:
-    """The graph of a file for the passes, with the dimensions of these inputs."""
+def prepare(path: Path, inputs: Sequence[TensorSpec], newest: int) -> ir.Model:
+    """The graph of a file for the passes: with the dimensions of these inputs, and an opset of at most `newest`."""
     model = read_graph(path)
-    _set_opset(path, model)
+    _set_opset(path, model, newest)
     for node in model.graph.all_nodes():
         model.graph.opset_imports.setdefault(node.domain, 1)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -71,12 +71,12 @@ def _opset(model: ir.Model) -> int:
     return model.graph.opset_imports[""]
 
 
-def _set_opset(path: Path, model: ir.Model) -> None:
-    """At least what the passes write and at most what is known of ONNX Runtime, by onnx's own converter."""
+def _set_opset(path: Path, model: ir.Model, newest: int) -> None:
+    """At least what the passes write, at most the newest that the target takes, by onnx's own converter."""
     imports = model.graph.opset_imports
     imports.setdefault("", imports.pop("ai.onnx", _OPSET))
     opset = _opset(model)
-    wanted = min(max(opset, _OPSET), max(known for known, _ in RELEASES.values()))
+    wanted = min(max(opset, _OPSET), newest)
     if opset == wanted:
         return
     ConvertVersionPass(wanted, fallback=True)(model)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tx_export import plugins
 from tx_export.errors import ArtifactError, LoadError, PluginError
 from tx_export.load import load
 from tx_export.runtime import UsageError
-from tx_export.spec import EagerModel
+from tx_export.spec import EagerModel, TextSpec
 
-__all__ = ["Origin", "origin_of", "source_of"]
+__all__ = ["Origin", "origin_of", "source_of", "with_own_text"]
 
 _NEEDED = ("source", "weights", "config", "task", "pipeline", "min_onnxruntime", "fused", "verification")
 
@@ -77,6 +78,16 @@ def source_of(manifest: Mapping[str, Any], source: str | None) -> EagerModel:
             f"{model.weights}, not {manifest['weights']}"
         )
     return model
+
+
+def with_own_text(model: EagerModel, artifact: Path, manifest: Mapping[str, Any]) -> EagerModel:
+    """An ONNX file with the tokenizer that its artifact has, wherever that came from; other models as they are."""
+    text = manifest.get("text")
+    if model.family != "onnx" or text is None:
+        return model
+    tokenizer = (artifact / "tokenizer.json").read_text(encoding="utf-8")
+    spec = TextSpec(tokenizer, text["max_length"], text["pad_id"], tuple(text["labels"]), text["scores"])
+    return replace(model, text=spec)
 
 
 def _size_of(manifest: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 
 import click
 
-from tx_export import __version__, _arguments, _commands_sweep, _commands_training, _console, _tables
+from tx_export import __version__, _arguments, _commands_onnx, _commands_sweep, _commands_training, _console, _tables
 
 __all__ = ["main", "program"]
 
@@ -181,3 +181,5 @@ def list_() -> None:
 program.add_command(_commands_training.train)
 program.add_command(_commands_training.distill)
 program.add_command(_commands_sweep.sweep)
+program.add_command(_commands_onnx.quantize)
+program.add_command(_commands_onnx.optimize)

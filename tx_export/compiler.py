@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from tx_export import plugins, runtime
+from tx_export import plugins, runtime, runtime_generate
+from tx_export._cached_form import cached_form, plain_runner
 from tx_export._judged_passes import Progress, context_of, run_graph_passes, run_module_passes
 from tx_export._manifest import describe, samples
 from tx_export._recipe import pipeline_of
 from tx_export._report import report
-from tx_export._sources import source_of
+from tx_export._sources import source_of, with_own_text
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
 from tx_export.errors import BudgetError, ExportError, LoadError
 from tx_export.export import Target, export
@@ -46,6 +47,7 @@ class BuildOptions:
     weights: str | None = None
     task: str | None = None
     inputs: tuple[str, ...] = ()
+    tokenizer: str | None = None
     quantize: str | None = None
     prune_heads: str | None = None
     passes: str | None = None
@@ -86,14 +88,14 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
     judge = judging(model)
     progress("export")
-    graph = export(model, target)
+    graph = export(cached_form(model), target)
     pipeline, changed = run_graph_passes(graph, pipeline, asked, judge, context, progress)
     if override is not None and all(item.budget is None for item in pipeline.passes):
         judge.check(Step("export", context.open(graph), override, graph=graph))
     verification = judge.verification()
     if model is not whole:  # what pruning costs has no limit but the one that is asked for
         verification["whole"] = judging(whole).check(Step("whole", context.open(graph), override or Budget()))
-    target.check(graph)
+    target.check(graph, model)
     check_target(folder, options.force)  # another build may have got there first
     with staged(folder) as new:
         progress("write")
@@ -109,6 +111,7 @@ def _load(options: BuildOptions) -> EagerModel:
         weights=options.weights,
         task=options.task,
         inputs=options.inputs,
+        tokenizer=options.tokenizer,
         max_length=options.max_length,
     )
 
@@ -152,9 +155,10 @@ def _write(
     if model.text is not None:
         (folder / "tokenizer.json").write_text(model.text.tokenizer, encoding="utf-8")
     (folder / "run.py").write_bytes(Path(runtime.__file__).read_bytes())
-    limits = samples(
-        model, folder / "samples.npz", open_graph(graph, provider.session()) if options.provider == "cpu" else None
-    )
+    if model.cache is not None:
+        (folder / "generate.py").write_bytes(Path(runtime_generate.__file__).read_bytes())
+    here = plain_runner(model, open_graph(graph, provider.session())) if options.provider == "cpu" else None
+    limits = samples(model, folder / "samples.npz", here)
     manifest = describe(
         folder / "model.onnx", model, provider, pipeline, {**verification, "self_test": limits}, changed
     )
@@ -169,7 +173,7 @@ def _write(
 def compare(artifact: Path, source: str | None) -> dict[str, Any]:
     """The JSON of `compare`; on failure `reason` names the first pass outside its budget."""
     manifest = runtime.read_manifest(artifact)
-    model = _as_exported(source_of(manifest, source), manifest)
+    model = _as_exported(with_own_text(source_of(manifest, source), artifact, manifest), manifest)
     opened = runtime.Model(artifact)
     record = manifest["verification"]["passes"][-1]
     budget = Budget.parse(record["budget"]) if record["kind"] == "drift" else None
@@ -197,7 +201,7 @@ def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None
     """Make the graph again as the manifest says, and judge it behind each pass."""
     ops: Literal["fused", "standard"] = "fused" if manifest["fused"]["done"] else "standard"
     try:
-        graph = export(model, Target.parse(manifest["min_onnxruntime"], ops))
+        graph = export(cached_form(model), Target.parse(manifest["min_onnxruntime"], ops))
         pipeline, context = _recorded(model, manifest)
         run_graph_passes(graph, pipeline, frozenset(), Judge(model), context, lambda message: None)
     except BudgetError as error:

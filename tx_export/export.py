@@ -62,14 +62,15 @@ class Target:
         opset = _ATTENTION_OPSET if standard else _OPSET
         return cls(release, opset, min(newest_ir, 10 if standard else 8), _spelling(ops, standard))
 
-    def check(self, model: ir.Model) -> None:
-        """ExportError if the graph is not what this target takes; values are read from the graph."""
-        opset, ir_version = model.opset_imports.get("", 0), model.ir_version
-        if (opset, ir_version) != (self.opset, self.ir_version):
+    def check(self, graph: ir.Model, model: EagerModel) -> None:
+        """ExportError if the graph of a model is not what this target takes; values are read from the graph."""
+        opset, ir_version = graph.opset_imports.get("", 0), graph.ir_version
+        exported = not isinstance(model.module, OnnxModule)  # a file keeps an opset that will do
+        if exported and (opset, ir_version) != (self.opset, self.ir_version):
             raise ExportError(
                 f"asked for opset {self.opset} and IR {self.ir_version}, the file has opset {opset} and IR {ir_version}"
             )
-        for node in model.graph.all_nodes():
+        for node in graph.graph.all_nodes():
             first = first_release(node)
             if self.release is not None and first > self.release:
                 raise ExportError(
@@ -87,7 +88,8 @@ def _spelling(ops: str, standard_attention: bool) -> Ops:
 def export(model: EagerModel, target: Target) -> ir.Model:
     """The graph of a model, unoptimized: exported from its module, or read where that is an ONNX file."""
     if isinstance(model.module, OnnxModule):
-        return prepare(model.module.path, model.inputs)
+        newest = max(RELEASES) if target.release is None else min(target.release, max(RELEASES))
+        return prepare(model.module.path, model.inputs, RELEASES[newest][0])
     return _exported(model, target)
 
 
