@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tx_export import _fake_quantize
+from tx_export import _fake_quantize, cli
 from tx_export._fake_quantize import fake_quantized, read_arithmetic, rounded_activation, rounded_rows
 from tx_export._recipe import pipeline_of
 from tx_export._training_loop import fit
@@ -338,7 +338,18 @@ def test_a_killed_run_continues_and_its_record_says_what_it_was_trained_for(tmp_
     assert all(torch.equal(weight, weights[0][name]) for name, weight in model.module.state_dict().items())
 
 
-def test_half_precision_is_refused_beside_8_bits(tmp_path: Path) -> None:
+def test_what_can_not_be_trained_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     options = _options(tmp_path, loop=LoopOptions(precision="bfloat16"))
     with pytest.raises(LoadError, match=r"^qat: bfloat16 would round what has to be rounded to 8 bits; use float32$"):
         train(options, lambda record: None)
+    with pytest.raises(PluginError, match=r"^qat 'float16': only the arithmetic of dynamic_int8 can be trained for$"):
+        train(_options(tmp_path, qat="float16"), lambda record: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_trains_for_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, folder = _options(tmp_path).data, tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--qat", "classifier", "--data", str(data), "--steps", "1", "-o", str(folder)])
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert json.loads((folder / "training.json").read_text(encoding="utf-8"))["qat"] == str(DynamicInt8())

@@ -22,12 +22,13 @@ __all__ = ["distill", "train"]
     "-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/MODEL-SIZE-weights."
 )
 @click.option("--dropout", type=float, help="While training; default: the model's.")
+@click.option("--qat", flag_value="dynamic_int8", help="Train for 8 bits: values are rounded as dynamic_int8 does.")
 @_arguments.loop
 @_arguments.debug
 @click.pass_context
 def train(
     context: click.Context, model: str, size: str, data: Path, held_out: Path | None, tokenizer: Path | None,
-    initial: Path | None, output: Path | None, dropout: float | None,
+    initial: Path | None, output: Path | None, dropout: float | None, qat: str | None,
 ) -> None:  # fmt: skip
     """Train MODEL on labelled text; a run that was stopped is continued by the same command."""
     from tx_export import plugins, training
@@ -41,7 +42,7 @@ def train(
     loop = {"batch_size": family.training_batch[size]} | context.meta.get(_arguments.LOOP, {})
     options = training.TrainOptions(
         spec=family(**family.sizes[size]), data=data, output=output or Path("artifacts", f"{model}-{size}-weights"),
-        held_out=held_out, tokenizer=tokenizer, initial=initial, dropout=dropout,
+        held_out=held_out, tokenizer=tokenizer, initial=initial, dropout=dropout, qat=qat,
         loop=training.LoopOptions(**loop),
     )  # fmt: skip
     with _console.stepping() as progress:

@@ -104,8 +104,10 @@ def _check(options: TrainOptions) -> None:
         )
     if options.dropout is not None and not 0 <= options.dropout < 1:
         raise LoadError(f"dropout is {options.dropout}; it must be in [0, 1)")
-    if options.qat is not None and options.loop.precision != "float32":
-        raise LoadError(f"qat: {options.loop.precision} would round what has to be rounded to 8 bits; use float32")
+    if options.qat is not None:
+        read_arithmetic(options.qat)
+        if options.loop.precision != "float32":
+            raise LoadError(f"qat: {options.loop.precision} would round what has to be rounded to 8 bits; use float32")
 
 
 def _examples(options: TrainOptions) -> tuple[list[Example], list[Example]]:
