@@ -1,6 +1,13 @@
-"""Weights in 8 bits, a scale for each column, and tables with a scale for each row: w = scale q, q in [-127, 127]."""
+"""Weights in 8 bits, a scale for each column, and tables with a scale for each row: w = scale q, q in [-127, 127].
+
+x86 CPUs without VNNI add x[2k] q[2k] + x[2k+1] q[2k+1] in 16 bits, with x in [0, 255]; the sum fits if neither the
+positive nor the negative weights of a pair add up to more than 128. A scale of the largest such sum / 127 leaves room
+for rounding both.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -11,12 +18,15 @@ from tx_export.quantize._weights import check_finite
 
 __all__ = ["Int8Weights"]
 
+_Largest = Callable[[np.ndarray], np.ndarray]
+
 
 class Int8Weights:
-    """Stores each weight of a graph once; `made` holds them in order."""
+    """Stores each weight of a graph once; `made` holds them in order. `pair_bits` hold the sum of two products."""
 
-    def __init__(self, graph: ir.Graph, per_channel: bool, min_elements: int) -> None:
+    def __init__(self, graph: ir.Graph, per_channel: bool, min_elements: int, pair_bits: int = 32) -> None:
         self.graph, self.per_channel, self.min_elements = graph, per_channel, min_elements
+        self.largest: _Largest = _largest_pairs if pair_bits == 16 else _largest_weights
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self.made: dict[Stored, None] = {}
 
@@ -24,7 +34,7 @@ class Int8Weights:
         """8-bit [K, N], scales, zero point; a tied table is stored once, by rows, and turned when the session loads."""
         readers = _readers(linear.weight_value)
         if linear.turned and readers.count("Gather") and len(readers) - readers.count("Gather") == 1:
-            rows, scales = self._rows(linear.weight_value, linear.weight.T)
+            rows, scales = self._rows(linear.weight_value, linear.weight.T, self.largest)
             (columns,) = add_node(linear.node, "Transpose", [rows], {"perm": ir.AttrInt64s("perm", [1, 0])})
             (scale,) = add_node(linear.node, "Squeeze", [scales, add_initializer(self.graph, "last", np.array([1]))])
             return columns, scale, None
@@ -38,7 +48,8 @@ class Int8Weights:
         one of several that are equal, and then the session doesn't load.
         """
         check_finite(value, weight, 8)
-        quantized, scale = _per_column(weight) if self.per_channel else _per_tensor(weight)
+        largest = self.largest(weight)
+        quantized, scale = _quantized(weight, largest if self.per_channel else largest.max())
         name, zero = (value.name or "weight").removesuffix(".T"), None
         if len(_readers(value)) > 1:
             quantized = (quantized.astype(np.int16) + 128).astype(np.uint8)
@@ -61,7 +72,7 @@ class Int8Weights:
             return "not a float table that is looked up by rows"
         if array.size < self.min_elements:
             return f"{array.size} elements, fewer than {self.min_elements}: nothing to gain"
-        rows, scales = self._rows(table, array)
+        rows, scales = self._rows(table, array, _largest_weights)
         (row,) = add_node(node, "Gather", [rows, node.inputs[1]])
         (scale,) = add_node(node, "Gather", [scales, node.inputs[1]])
         (row32,) = add_node(node, "Cast", [row], {"to": ir.AttrInt64("to", ir.DataType.FLOAT)})
@@ -69,11 +80,11 @@ class Int8Weights:
         replace(node.outputs[0], out)
         return None
 
-    def _rows(self, table: ir.Value, array: np.ndarray) -> tuple[ir.Value, ir.Value]:
+    def _rows(self, table: ir.Value, array: np.ndarray, largest: _Largest) -> tuple[ir.Value, ir.Value]:
         """int8 [rows, D] and scales [rows, 1] of a table, made once however many nodes read it."""
         if table not in self.tables:
             check_finite(table, array, 8)
-            columns, scale = _per_column(array.T)
+            columns, scale = _quantized(array.T, largest(array.T))
             self.made[Stored(table.name or "table", array.nbytes, columns.nbytes + scale.nbytes, "int8")] = None
             self.tables[table] = (
                 add_initializer(self.graph, f"{table.name}.int8", columns.T),
@@ -91,16 +102,25 @@ def _readers(weight: ir.Value) -> list[str]:
     return [node.op_type for node in nodes]
 
 
-def _per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 [K, N] and float32 scales [N]; a column of zeros, or too near to it for a scale, gets scale 1."""
-    scale = (np.abs(weight).max(axis=0) / 127).astype(np.float32)
-    scale[scale == 0] = 1
+def _largest_weights(weight: np.ndarray) -> np.ndarray:
+    """Of each column of [K, N]."""
+    largest: np.ndarray = np.abs(weight).max(axis=0)
+    return largest
+
+
+def _largest_pairs(weight: np.ndarray) -> np.ndarray:
+    """Of each column the largest sum of the positive, or the negative, weights of a pair."""
+    even = np.pad(weight, [(0, len(weight) % 2), (0, 0)])
+    sums = [np.maximum(part, 0).reshape(-1, 2, part.shape[1]).sum(axis=1).max(axis=0) for part in (even, -even)]
+    largest: np.ndarray = np.maximum(*sums)
+    return largest
+
+
+def _quantized(weight: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 [K, N] and float32 scales, [N] or one; zeros, or what is too near to them for a scale, get scale 1."""
+    scale = np.asarray(largest / 127, np.float32)
+    scale = np.where(scale == 0, np.float32(1), scale)
     return _rounded(weight / scale), scale
-
-
-def _per_tensor(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    quantized, scale = _per_column(weight.reshape(-1, 1))
-    return quantized.reshape(weight.shape), scale
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
