@@ -59,11 +59,13 @@ def table(report: Mapping[str, Any]) -> Table:
     for column in (*errors, *("MB" if cost == "bytes" else cost for cost in costs)):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        cells = [f"{row[key]:g}" for key in ratios] + [row["quantize"]]
-        figures = [_error(key, row[key]) for key in errors] + [_cost(row, cost) for cost in costs]
-        told = [row["status"].replace("_", " ")]  # in the first of the columns that stay empty
-        shown.add_row(*cells, *(figures if row in built else told))
+        cells = _figures(row, errors, costs) if row in built else [row["status"].replace("_", " ")]
+        shown.add_row(*(f"{row[key]:g}" for key in ratios), row["quantize"], *cells)
     return shown
+
+
+def _figures(row: Mapping[str, Any], errors: Sequence[str], costs: Sequence[str]) -> list[str]:
+    return [_error(key, row[key]) for key in errors] + [_cost(row, cost) for cost in costs]
 
 
 def _built(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
