@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import random
-import re
 import subprocess
 import sys
 import tarfile
@@ -106,15 +105,11 @@ def _distinct(rows: Iterable[Scored]) -> Iterator[Scored]:
 
 
 def _recombined(texts: Sequence[str]) -> Iterator[str]:
-    """Of each text: its clauses, a copy without some of its words, and its beginning with the ends of two others."""
+    """The beginning of each text with the end of another one."""
     chance = random.Random(0)
     for text in texts:
-        words = text.split()
-        yield from (part.strip() for part in re.split(r"[,;:.!?]|--", text) if len(part.split()) >= 4)
-        yield " ".join(word for word in words if chance.random() < 0.8) or text
-        for other in chance.sample(texts, 2):
-            end = other.split()
-            yield " ".join(words[: (len(words) + 1) // 2] + end[len(end) // 2 :])
+        beginning, end = text.split(), chance.choice(texts).split()
+        yield " ".join(beginning[: (len(beginning) + 1) // 2] + end[len(end) // 2 :])
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:

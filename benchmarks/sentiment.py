@@ -44,7 +44,7 @@ def prepare(folder: Path) -> None:
 
     all.tsv has every score that is in no test: the rest of the movie reviews, tweets, product reviews, newspaper
     sentences, and the words of the lexicon; train.tsv leaves out the newspaper. more.txt has text without labels, made
-    of the same: the newspaper, and movie reviews taken apart and put together anew.
+    of the same: the newspaper, and the beginning of each movie review with the end of another.
     """
     counts = prepare_files(folder)
     click.echo(f"{folder}: {', '.join(f'{count} {name}' for name, count in counts.items())}")

@@ -47,25 +47,6 @@ def _ignore(record: TrainRecord) -> None: ...
 def _texts(count: int = 40) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     words = [*"abcdefgh", "the", "film", "was", "good", "bad", "long", "dull", "bright", "story", "song", "late"]
-        "the",
-        "film",
-        "was",
-        "good",
-        "bad",
-        "long",
-        "dull",
-        "bright",
-        "a",
-        "story",
-        "of",
-        "two",
-        "songs",
-        "and",
-        "it",
-        "ends",
-        "too",
-        "late",
-    ]
     lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
     return [" ".join(words[int(torch.randint(len(words), (), generator=generator))] for _ in range(n)) for n in lengths]
 
