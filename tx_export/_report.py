@@ -59,6 +59,7 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
                 lines.append(f"  - left: {number}{name} ({items[0]['reason']})")
     kept = [f"{layer}: {', '.join(map(str, heads)) or 'none'}" for layer, heads in manifest["kept_heads"].items()]
     lines += [f"- heads that each layer keeps: {'; '.join(kept)}"] if kept else []
+    lines += [_recovery(manifest["recovered"])] if "recovered" in manifest else []
     lines += ["", f"Passes: `{manifest['pipeline']}`", "", *_weights(manifest["quantized"])]
     if manifest["batch_dependent"]:
         isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()
@@ -68,6 +69,14 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _recovery(record: Mapping[str, Any]) -> str:
+    before, after = (_number(record[when]["sqnr_db"]) for when in ("before", "after"))
+    return (
+        f"- recovered in {record['steps']} steps: from {before} to {after} dB beside the whole model, on "
+        f"{record['text']['held_out']} lines held out"
+    )
 
 
 def _weights(quantized: Mapping[str, Any]) -> list[str]:

@@ -38,6 +38,8 @@ def program() -> None:
 )
 @click.option("--quantize", metavar="PASS|none", help="Default: dynamic_int8 for cpu, none for cuda.")
 @click.option("--prune-heads", metavar="SPEC", help="A ratio of all heads, or LAYER:HEAD,...;LAYER:...")
+@click.option("--recover", type=_arguments.FILE, help="Text that the pruned model learns on from the whole one.")
+@click.option("--steps", type=click.IntRange(min=1), help="Of --recover; default: 1000.")
 @click.option("--passes", metavar="TEXT", help="The whole pipeline, instead of --quantize and --prune-heads.")
 @click.option("--calibrate", type=_arguments.FILE, help="Text for choices and for measuring drift, one a line.")
 @click.option("--eval", "evaluate", type=_arguments.FILE, help="Labelled text, for the accuracy budget.")
@@ -56,9 +58,10 @@ def program() -> None:
 @_arguments.debug
 def build(
     source: str | None, size: str, settings: dict[str, str], weights: str | None, task: str | None,
-    inputs: tuple[str, ...], quantize: str | None, prune_heads: str | None, passes: str | None,
-    calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None, provider: str,
-    target_ort: str | None, ops: Literal["fused", "standard"], output: Path | None, force: bool, as_json: bool,
+    inputs: tuple[str, ...], quantize: str | None, prune_heads: str | None, recover: Path | None, steps: int | None,
+    passes: str | None, calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None,
+    provider: str, target_ort: str | None, ops: Literal["fused", "standard"], output: Path | None, force: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Build an artifact from SOURCE: a built-in name, a checkpoint folder, file.py:NAME or package.module:NAME.
 
@@ -74,8 +77,9 @@ def build(
 
     options = compiler.BuildOptions(
         source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, quantize=quantize,
-        prune_heads=prune_heads, passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget,
-        max_length=max_length, provider=provider, target_ort=target_ort, ops=ops, output=output, force=force,
+        prune_heads=prune_heads, recover=recover, steps=steps, passes=passes, calibrate=calibrate, evaluate=evaluate,
+        budget=budget, max_length=max_length, provider=provider, target_ort=target_ort, ops=ops, output=output,
+        force=force,
     )  # fmt: skip
     with _console.working() as progress:
         folder = compiler.build(options, progress)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,13 @@ from tx_export._cached_form import cached_form, plain_runner
 from tx_export._judged_passes import Progress, context_of, run_graph_passes, run_module_passes
 from tx_export._manifest import describe, samples
 from tx_export._recipe import pipeline_of
+from tx_export._recovery import compare_recovered, measured, read_recovery, recovered
 from tx_export._report import report
 from tx_export._sources import source_of, with_own_text
 from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
 from tx_export.errors import BudgetError, ExportError, LoadError
 from tx_export.export import Target, export
-from tx_export.lint import Finding, lint
+from tx_export.lint import lint
 from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Pipeline
@@ -50,6 +51,8 @@ class BuildOptions:
     tokenizer: str | None = None
     quantize: str | None = None
     prune_heads: str | None = None
+    recover: Path | None = None
+    steps: int | None = None
     passes: str | None = None
     calibrate: Path | None = None
     evaluate: Path | None = None
@@ -69,6 +72,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     """
     provider = plugins.find("provider", options.provider)()
     pipeline, asked = pipeline_of(options.provider, options.ops, options.quantize, options.prune_heads, options.passes)
+    recovery = read_recovery(options.recover, options.steps, pipeline)
     target = Target.parse(options.target_ort, options.ops)
     override = None if options.budget is None else Budget.parse(options.budget)
     if options.output is not None:
@@ -81,11 +85,10 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     check_target(folder, options.force)
     longest = max(LONGEST, options.max_length or 0)
     judging = functools.partial(Judge, lines=split.judging, override=override, labelled=labelled, longest=longest)
-    if model.family == "module":
-        progress("lint")
-        _heed(lint(model))
+    _heed(model, progress)
     context = context_of(model, split.choosing, options.provider, target.release, override, chosen_by)
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
+    model, learnt = recovered(whole, model, recovery, context, progress)
     judge = judging(model)
     progress("export")
     graph = export(cached_form(model), target)
@@ -95,11 +98,12 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     verification = judge.verification()
     if model is not whole:  # what pruning costs has no limit but the one that is asked for
         verification["whole"] = judging(whole).check(Step("whole", context.open(graph), override or Budget()))
+    learnt = measured(learnt, whole, context.open(graph))
     target.check(graph, model)
     check_target(folder, options.force)  # another build may have got there first
     with staged(folder) as new:
         progress("write")
-        _write(new, model, graph, provider, pipeline, verification, made | changed, options)
+        _write(new, model, graph, provider, pipeline, verification, made | changed, learnt, options)
     return folder
 
 
@@ -116,9 +120,12 @@ def _load(options: BuildOptions) -> EagerModel:
     )
 
 
-def _heed(findings: Sequence[Finding]) -> None:
-    """Tell the warnings; for the first error ExportError, or BudgetError where eager itself gives NaN."""
-    for found in findings:
+def _heed(model: EagerModel, progress: Progress) -> None:
+    """Of a user's module tell the warnings; for the first error ExportError, or BudgetError where eager gives NaN."""
+    if model.family != "module":
+        return
+    progress("lint")
+    for found in lint(model):
         if found.severity == "error":
             raise (BudgetError if found.kind.startswith("nan") else ExportError)(str(found))
         _log.warning("%s", found)
@@ -149,6 +156,7 @@ def _write(
     pipeline: Pipeline,
     verification: Mapping[str, Any],
     changed: Mapping[str, Coverage],
+    learnt: Mapping[str, Any],
     options: BuildOptions,
 ) -> None:
     write_graph(graph, folder / "model.onnx")
@@ -161,7 +169,7 @@ def _write(
     limits = samples(model, folder / "samples.npz", here)
     manifest = describe(
         folder / "model.onnx", model, provider, pipeline, {**verification, "self_test": limits}, changed
-    )
+    ) | {**learnt}
     packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
     (folder / "requirements.txt").write_text("\n".join(["# Python 3.11 or later", *packages, ""]), encoding="utf-8")
     seal(folder, manifest)
@@ -173,8 +181,10 @@ def _write(
 def compare(artifact: Path, source: str | None) -> dict[str, Any]:
     """The JSON of `compare`; on failure `reason` names the first pass outside its budget."""
     manifest = runtime.read_manifest(artifact)
-    model = _as_exported(with_own_text(source_of(manifest, source), artifact, manifest), manifest)
-    opened = runtime.Model(artifact)
+    whole, opened = with_own_text(source_of(manifest, source), artifact, manifest), runtime.Model(artifact)
+    if "recovered" in manifest:
+        return compare_recovered(whole, opened, manifest["recovered"])
+    model = _as_exported(whole, manifest)
     record = manifest["verification"]["passes"][-1]
     budget = Budget.parse(record["budget"]) if record["kind"] == "drift" else None
     found = compare_steps(model, [Step("artifact", opened.run_arrays, budget, graph=ir.load(artifact / "model.onnx"))])
