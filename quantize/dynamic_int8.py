@@ -5,6 +5,7 @@ w = scale_w q_w with q_w = round(w / scale_w) in [-127, 127]; x by DynamicQuanti
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,10 +31,20 @@ class DynamicInt8(GraphPass):
     embeddings: bool = True  # a quarter of the bytes at no measurable error, with a scale for each row
     min_elements: int = 4096  # of a table; smaller ones gain nothing
     only: str = ""  # weights, or modules with all of theirs, separated by commas; empty: all
+    pair_bits: int = 0  # that hold the sum of two products: 16 on x86 without VNNI, else 32; 0: 16 for --isa avx2
 
     budget: ClassVar[str | None] = "sqnr_db=10"
 
+    def __post_init__(self) -> None:
+        if self.pair_bits not in (0, 16, 32):
+            raise ValueError(f"pair_bits is {self.pair_bits}; allowed: 0, 16, 32")
+
     def call(self, model: ir.Model) -> Outcome:
+        if self.pair_bits == 0 and self.context is not None and self.context.isa == "avx2":
+            chosen = dataclasses.replace(self, pair_bits=16)
+            outcome = chosen.call(model)
+            outcome.coverage = dataclasses.replace(outcome.coverage, repeat=(chosen,))
+            return outcome
         left: list[Left] = []
         done = 0
         rewrite = _Rewrite(model.graph, self)
@@ -55,7 +66,7 @@ class _Rewrite:
     def __init__(self, graph: ir.Graph, options: DynamicInt8) -> None:
         self.graph, self.options = graph, options
         self.activations: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
-        self.weights = Int8Weights(graph, options.per_channel, options.min_elements)
+        self.weights = Int8Weights(graph, options.per_channel, options.min_elements, options.pair_bits)
 
     def __call__(self, node: ir.Node) -> str | None:
         if node.op_type == "Gather":

@@ -82,6 +82,7 @@ class Context:
     open: Callable[[ir.Model], Runner]  # a session on the target
     seed: int = 0
     provider: str = "cpu"
+    isa: str = ""  # of the CPU to run on; empty: any
     probes: Sequence[Feeds] = ()  # any inputs that the module takes: to compare, not to choose by
     release: tuple[int, int] | None = None  # the oldest ONNX Runtime to run on; None: as old as the operators allow
     budget: Mapping[str, float] = field(default_factory=dict)  # what the caller asks for, with the keys of `--budget`
