@@ -40,6 +40,8 @@ def blame(model: EagerModel, module: nn.Module, graph: ir.Model, case: Case, all
 
     `allowed` is the budget of a lossy step; None means the bound of fp32.
     """
+    if model.family == "onnx":  # no modules
+        return None
     try:
         return _told(trace(model, module, case), graph, case, allowed)
     except Exception as error:  # of the user's module, ONNX Runtime or want of memory: the failure itself is still told

@@ -53,9 +53,12 @@ def add_node(
 
 
 def only_use(value: ir.Value) -> ir.Node | None:
-    """The one node that reads a value; None if several do, none does, or it is an output of the graph."""
+    """The one node that reads a value; None if several do, none does, a subgraph, or it is an output of the graph."""
     uses = {use.node for use in value.uses()}
-    return uses.pop() if len(uses) == 1 and not value.is_graph_output() else None
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    reader = uses.pop()
+    return reader if reader.graph is value.graph else None
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:

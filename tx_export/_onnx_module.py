@@ -16,7 +16,8 @@ from tx_export.errors import LoadError
 
 __all__ = ["OnnxModule", "file_hash"]
 
-_SETTINGS = {"provider": "CPUExecutionProvider"}  # and otherwise ONNX Runtime's own defaults
+# ONNX Runtime's own defaults, but for 8-bit products that are exact on CPUs without VNNI too, as the file says.
+_SETTINGS = {"provider": "CPUExecutionProvider", "config": {"session.x64quantprecision": "1"}}
 _NUMBERS = (
     "bool",
     "double",
