@@ -44,7 +44,7 @@ class Smooth(GraphPass):
         for choice in chosen:
             choice.products.divide(scale_of(choice.steps))
         done, left = sum(len(choice.products.nodes) for choice in chosen), [*left, *refused]
-        repeat = dataclasses.replace(self, strength=None, scales=self.scales or _text(chosen))
+        repeat = dataclasses.replace(self, strength=None, scales=_text(chosen))
         coverage = Coverage(done, done + len(left), tuple(left), repeat=(repeat,) if done else ())
         return Outcome(model, done > 0, coverage)
 
