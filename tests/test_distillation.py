@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -403,6 +404,21 @@ def test_models_that_do_not_go_together_are_refused_in_a_line(tmp_path: Path) ->
     refused("too few to hold some out", classifier, classifier, data=(few,))
     with pytest.raises(TxExportError, match="temperature must be above 0"):
         Goal(temperature=0)
+
+
+def test_a_built_in_teacher_has_the_weights_that_are_named(tmp_path: Path) -> None:
+    given = distill(_options(tmp_path, tiny_classifier(), Classifier(**_SMALL)), _ignore).folder / "model.safetensors"
+    arguments = ["distill", "classifier", "classifier", "--teacher-weights", str(given), "--set", "d_model=8"]
+    places = ["--set", "num_layers=1", "--steps", "2", "--data", str(_plain(tmp_path)), "-o", str(tmp_path / "next")]
+    done = CliRunner().invoke(program, [*arguments, *places], catch_exceptions=False)
+    assert done.exit_code == 0
+    record = json.loads((tmp_path / "next" / "training.json").read_text(encoding="utf-8"))
+    digest = hashlib.sha256(given.read_bytes()).hexdigest()
+    assert record["teacher"] == {
+        "source": "classifier",
+        "task": "text-classification",
+        "weights": f"checkpoint {digest}",
+    }
 
 
 def test_the_command_trains_a_student_of_a_checkpoint(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def loop(command: _Command) -> _Command:
     """The options of the training loop; what isn't given keeps the loop's default."""
     count, share = click.IntRange(min=1), click.FloatRange(0, 1, max_open=True)
     options = (
-        _of_loop("--batch", "batch_size", count, "Examples an update; default: 32, 64 or 128 by size."),
+        _of_loop("--batch", "batch_size", count, "Examples an update; default: 32, for train 32, 64 or 128 by size."),
         _of_loop("--accumulation", "accumulation", count, "Parts that a batch is cut into."),
         _of_loop("--epochs", "epochs", count, "At most."),
         _of_loop("--steps", "steps", count, "At most, instead of epochs."),

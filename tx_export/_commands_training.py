@@ -64,6 +64,7 @@ def train(
 @click.option(
     "--weights", "initial", type=_arguments.FILE, help="Weights (safetensors) for a new student to start from."
 )
+@click.option("--teacher-weights", metavar="FILE", help="Of the teacher (safetensors); default: its own.")
 @click.option("--task", metavar="NAME", help="Of the teacher; default: what its checkpoint says.")
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True)
 @click.option("--hard", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Share of the labels' loss.")
@@ -76,8 +77,9 @@ def train(
 @click.pass_context
 def distill(
     context: click.Context, teacher: str, student: str, size: str, settings: dict[str, str], data: tuple[Path, ...],
-    held_out: Path | None, tokenizer: Path | None, initial: Path | None, task: str | None, temperature: float,
-    hard: float, hidden: float, attention: float, output: Path | None, dropout: float | None,
+    held_out: Path | None, tokenizer: Path | None, initial: Path | None, teacher_weights: str | None,
+    task: str | None, temperature: float, hard: float, hidden: float, attention: float, output: Path | None,
+    dropout: float | None,
 ) -> None:  # fmt: skip
     """Train STUDENT, a built-in model or another source, to compute what TEACHER, any source, does.
 
@@ -88,7 +90,8 @@ def distill(
     from tx_export.load import load
 
     options = _distillation_run.DistillOptions(
-        teacher=load(teacher, task=task), student=_distillation_student.student_of(student, size, settings), data=data,
+        teacher=load(teacher, weights=teacher_weights, task=task),
+        student=_distillation_student.student_of(student, size, settings), data=data,
         output=output or Path("artifacts", f"{Path(student).name}-distilled"), held_out=held_out, tokenizer=tokenizer,
         initial=initial, dropout=dropout, goal=Goal(temperature, hard, hidden, attention),
         loop=training.LoopOptions(**context.meta.get(_arguments.LOOP, {})),
