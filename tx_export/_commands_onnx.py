@@ -92,18 +92,14 @@ def _build(
 ) -> None:  # fmt: skip
     if file.suffix != ".onnx":
         raise click.BadParameter(f"{file} doesn't end in .onnx", param_hint="FILE.onnx")
-    from tx_export import compiler, runtime
-    from tx_export._onnx_output import write_file
+    from tx_export._onnx_output import build_onnx
+    from tx_export.compiler import BuildOptions
 
-    options = compiler.BuildOptions(
+    options = BuildOptions(
         source=str(file), inputs=inputs, tokenizer=None if tokenizer is None else str(tokenizer), quantize=scheme,
         passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget, max_length=max_length,
-        provider=provider, target_ort=target_ort, output=output, force=force,
+        provider=provider, target_ort=target_ort, force=force,
     )  # fmt: skip
     with _console.working() as progress:
-        if output is not None and output.suffix == ".onnx":
-            manifest = write_file(options, output, progress)
-        else:
-            output = compiler.build(options, progress)
-            manifest = runtime.read_manifest(output)
-    _tables.print_json(manifest) if as_json else _tables.print_manifest(output, manifest)
+        path, manifest = build_onnx(options, output, progress)
+    _tables.print_json(manifest) if as_json else _tables.print_manifest(path, manifest)
