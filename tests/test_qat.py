@@ -151,15 +151,17 @@ def test_each_rounding_and_product_of_the_artifact_is_that_of_training(
 def test_the_artifact_differs_from_training_by_far_less_than_from_float(deployed: tuple[EagerModel, ir.Model]) -> None:
     model, graph = deployed
     module = fake_quantized(model.module, _INT8)
-    rounding = noise = 0.0
+    same, rounding, noise = 0, 0.0, 0.0
     for seed in range(20):
         feeds = _feeds(model, seed)
-        out = _run(graph, feeds)[0]
-        rounding += float(np.square(out - _eager(module, model, feeds)).sum())
+        out, trained = _run(graph, feeds)[0], _eager(module, model, feeds)
+        same += int(np.abs(out - trained).max() <= fidelity_bound(np.abs(trained).max()))
+        rounding += float(np.square(out - trained).sum())
         noise += float(np.square(out - _eager(model.module, model, feeds)).sum())
-    # A value is within float32 error (1e-5 steps) of a boundary 1 time in 1e5, and then moves by a step where rounding
-    # moves all by 0.3 steps: some -40 dB of the noise. Another scale, axis or table left out is above -10 dB.
-    assert 0 < rounding <= noise * 10**-2.5
+    # Of 1e4 values in a batch, one in 1e5 is within float32 error of a boundary and may be rounded to the other side,
+    # which then costs about what rounding costs anyway: in 1 batch of 10. All others differ by float32 sums alone.
+    assert same >= 15
+    assert 0 < rounding <= noise / 10
 
 
 def _dynamic_quantize(x: Array) -> Array:
