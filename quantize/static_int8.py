@@ -21,11 +21,14 @@ from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 from tx_export.quantize._calibration import observe
 from tx_export.quantize._int8_weights import Int8Weights
+from tx_export.quantize._static_attention import int8_attention, operands, scores_left, slower
 from tx_export.quantize._static_histogram import Histogram
 from tx_export.quantize._static_ranges import METHODS, Range, find, read, write
 from tx_export.quantize._weights import attention_left, candidates, check_finite, name_of, part_attention
 
 __all__ = ["StaticInt8"]
+
+_ATTENTION = ("float", "int8", "measured")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class StaticInt8(GraphPass):
     per_channel: bool = True  # one scale for each output channel of a weight
     embeddings: bool = True  # a quarter of the bytes at no measurable error, with a scale for each row
     min_elements: int = 4096  # of a table; smaller ones gain nothing
+    attention: str = "float"  # or int8, the operands of its products; or measured, whichever is quicker here
     only: str = ""  # weights, or modules with all of theirs, separated by commas; empty: all
     ranges: str = ""  # NAME:LOW:HIGH of each activation, with blanks between; empty: found on the text
 
@@ -46,26 +50,53 @@ class StaticInt8(GraphPass):
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; known: {', '.join(METHODS)}")
+        if self.attention not in _ATTENTION:
+            raise ValueError(f"attention is {self.attention!r}; known: {', '.join(_ATTENTION)}")
         if not 50 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile}; it must be over 50 and at most 100")
         read(self.ranges)
 
     def call(self, model: ir.Model) -> Outcome:
+        return self._measured(model) if self.attention == "measured" else self._quantized(model)
+
+    def _measured(self, model: ir.Model) -> Outcome:
+        """With attention in 8 bits if it is quicker, in float with the reason if not."""
+        if self.context is None or not self.context.feeds:
+            raise PassError("static_int8: attention=measured needs a context with text, whose length is measured at")
+        lowered = dataclasses.replace(self, attention="int8")
+        graph = model.clone()
+        (found,) = lowered._quantized(graph).coverage.repeat
+        assert isinstance(found, StaticInt8)
+        kept = dataclasses.replace(found, attention="float", context=self.context)
+        whole = model.clone()
+        kept._quantized(whole)
+        reason = slower(whole, graph, self.context)
+        outcome = (kept if reason is not None else dataclasses.replace(found, context=self.context))._quantized(model)
+        if reason is not None:
+            coverage = outcome.coverage
+            outcome.coverage = dataclasses.replace(coverage, left=(*coverage.left, Left("attention", reason)))
+        return outcome
+
+    def _quantized(self, model: ir.Model) -> Outcome:
         left: list[Left] = []
         nodes = candidates(model.graph, self.only)
         products = _products([node for node in nodes if node.op_type != "Gather"], left)
-        ranges = self._ranges(model, [linear.x for linear in products])
+        attentions = _attentions(model.graph, left) if self.attention == "int8" else []
+        operands_of = {value: None for node in attentions for value in operands(node)}
+        ranges = self._ranges(model, [*(linear.x for linear in products), *operands_of])
         rewrite = _Rewrite(model.graph, self, ranges)
         for linear in products:
             rewrite.product(linear)
-        done = len(products)
+        for node in attentions:
+            int8_attention(model.graph, node, rewrite.quantized)
+        done = len(products) + len(attentions)
         for node in nodes if self.embeddings else ():
             if node.op_type == "Gather":
                 name, reason = name_of(node), rewrite.weights.table(node)
                 done += reason is None
                 left += [] if reason is None else [Left(name, reason)]
         RemoveUnusedNodesPass()(model)
-        repeat = dataclasses.replace(self, ranges=write(ranges))
+        repeat = dataclasses.replace(self, ranges=write(ranges), context=None)
         stored = tuple(rewrite.weights.made)
         coverage = Coverage(done, done + len(left), tuple(left), repeat=(repeat,), stored=stored)
         return Outcome(model, done > 0, coverage, subject="quantized")
@@ -93,8 +124,8 @@ def _products(nodes: Iterable[ir.Node], left: list[Left]) -> list[Linear]:
     """Those that can be quantized, packed attention parted; the reasons for the others are added to `left`."""
     found = []
     for node in nodes:
-        name, reason = name_of(node), attention_left(node) if node.op_type == "Attention" else None
-        linear = reason or linear_at(part_attention(node) if node.op_type == "Attention" else node)
+        name = name_of(node)
+        linear = _parted(node) if node.op_type == "Attention" else linear_at(node)
         if isinstance(linear, Linear) and linear.weight.dtype != np.float32:
             linear = f"its weight is {linear.weight.dtype}, not float32"
         if isinstance(linear, Linear):
@@ -105,6 +136,26 @@ def _products(nodes: Iterable[ir.Node], left: list[Left]) -> list[Linear]:
     return found
 
 
+def _parted(attention: ir.Node) -> Linear | str:
+    """The packed product of attention, which is taken out of it."""
+    reason, graph = attention_left(attention), attention.graph
+    if reason is not None:
+        return reason
+    product = part_attention(attention)
+    assert graph is not None
+    graph.remove(attention, safe=True)  # it would read the weight a second time
+    return linear_at(product)
+
+
+def _attentions(graph: ir.Graph, left: list[Left]) -> list[ir.Node]:
+    nodes = [node for node in graph if node.op_type == "MultiHeadAttention" and node.domain == "com.microsoft"]
+    reasons = {node: scores_left(node) for node in nodes}
+    left += [
+        Left(node.outputs[0].name or node.op_type, reason) for node, reason in reasons.items() if reason is not None
+    ]
+    return [node for node, reason in reasons.items() if reason is None]
+
+
 class _Rewrite:
     """Puts QuantizeLinear and DequantizeLinear around products."""
 
@@ -112,26 +163,34 @@ class _Rewrite:
         self.graph, self.options, self.ranges = graph, options, ranges
         self.weights = Int8Weights(graph, options.per_channel, options.min_elements)
         self.made: dict[ir.Value, ir.Value] = {}
+        self.values: dict[ir.Value, list[ir.Value]] = {}
 
     def product(self, linear: Linear) -> None:
-        (out,) = add_node(linear.node, "MatMul", [self.activation(linear.x), self.weight(linear)])
+        (out,) = add_node(linear.node, "MatMul", [self.activation(linear), self.weight(linear)])
         if linear.node.op_type == "Gemm" and len(linear.node.inputs) > 2:
             (out,) = add_node(linear.node, "Add", [out, linear.node.inputs[2]])
         replace(linear.node.outputs[0], out)
 
-    def activation(self, x: ir.Value) -> ir.Value:
+    def activation(self, linear: Linear) -> ir.Value:
         """x, quantized once for all products that read it."""
+        x = linear.x
         if x not in self.made:
-            scale, zero = self.ranges[x.name or ""].parameters(self.options.symmetric)
-            first = next(reader for reader in self.graph if x in reader.inputs)
+            self.made[x] = _dequantized(linear.node, self.quantized(x, linear.node, None), x.shape)
+        return self.made[x]
+
+    def quantized(self, x: ir.Value, before: ir.Node, known: Range | None) -> list[ir.Value]:
+        """uint8 values, scale and zero point, in a range that is known or was calibrated."""
+        if x not in self.values:
+            scale, zero = (known or self.ranges[x.name or ""]).parameters(self.options.symmetric and known is None)
             parameters = [
                 add_initializer(self.graph, f"{x.name}.{what}", np.asarray(number))
                 for what, number in (("scale", scale), ("zero", zero))
             ]
+            first = next((reader for reader in self.graph if x in reader.inputs), before)
             (values,) = add_node(first, "QuantizeLinear", [x, *parameters])
             values.dtype, values.shape = ir.DataType.UINT8, x.shape
-            self.made[x] = _dequantized(first, [values, *parameters], x.shape)
-        return self.made[x]
+            self.values[x] = [values, *parameters]
+        return self.values[x]
 
     def weight(self, linear: Linear) -> ir.Value:
         if linear.weight_value not in self.made:
