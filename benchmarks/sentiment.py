@@ -56,7 +56,7 @@ def teacher(folder: Path) -> None:
     """Train the teacher of the shipped classifier, a MiniLM; a run that was stopped is continued."""
     from _sentiment_training import train_teacher
 
-    metrics = train_teacher(folder / "train.tsv", folder / "held-out.tsv", folder / "teacher", _show_step)
+    metrics = train_teacher(folder, _show_step)
     click.echo(f"held out: {json.dumps(metrics)}")
 
 

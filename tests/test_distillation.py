@@ -394,6 +394,8 @@ def test_models_that_do_not_go_together_are_refused_in_a_line(tmp_path: Path) ->
     refused("must give an embedding of a text", classifier, Embedder(**_SMALL))
     refused("label 'bad', which is not one of the teacher's: negative, positive", classifier, named)
     refused("the data has the label 'negative'", named, Classifier(**_SMALL), data=(_labelled(tmp_path),))
+    fewer = dataclasses.replace(classifier, text=dataclasses.replace(classifier.text, labels=("negative",)))
+    refused("tiny negative; they must be the same", classifier, fewer)
     scored = dataclasses.replace(classifier, text=dataclasses.replace(classifier.text, scores="sigmoid"))
     refused("scores its labels by sigmoid, tiny by softmax", scored, classifier)
     refused("there is no tokenizer", dataclasses.replace(classifier, text=None), classifier)

@@ -22,7 +22,6 @@ from tx_export.spec import EagerModel, TensorSpec
 
 __all__ = [
     "UNLABELLED",
-    "Answer",
     "Course",
     "Goal",
     "Lesson",

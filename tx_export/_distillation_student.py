@@ -121,6 +121,16 @@ def check_pair(teacher: EagerModel, student: EagerModel) -> None:
         raise LoadError(
             f"{teacher.source} scores its labels by {teacher.text.scores}, {student.source} by {student.text.scores}"
         )
+    if len(student.text.labels) not in (0, len(teacher.text.labels)):
+        raise LoadError(
+            f"{teacher.source} has the labels {', '.join(teacher.text.labels)}, "
+            f"{student.source} {', '.join(student.text.labels)}; they must be the same"
+        )
+    if teacher.task == "fill-mask" and teacher.outputs[0].dims[-1] != student.outputs[0].dims[-1]:
+        raise LoadError(
+            f"{teacher.source} scores {teacher.outputs[0].dims[-1]} words, {student.source} "
+            f"{student.outputs[0].dims[-1]}; they need one vocabulary"
+        )
     if len(teacher.outputs) != len(student.outputs):
         raise LoadError(
             f"{teacher.source} has {len(teacher.outputs)} outputs, {student.source} {len(student.outputs)}; "
