@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +14,11 @@ __all__ = ["observe"]
 
 Feeds = Mapping[str, np.ndarray]
 
+_POSITIONS = 512  # of tokens, with padding; more of them are no quicker
+
 
 def observe(model: ir.Model, values: Sequence[ir.Value], context: Context) -> Iterator[dict[str, np.ndarray]]:
-    """For each batch of the text float32 rows [n, channels] of each value by its name; one batch is held at a time.
+    """For each batch of the text, or part of one, float32 rows [n, channels] of each value by its name.
 
     Padding is left out of what is laid out as the inputs' mask [batch, tokens], or as their product; of values of
     other shapes all rows are given. PassError without text, and for values that are not finite.
@@ -29,7 +31,7 @@ def observe(model: ir.Model, values: Sequence[ir.Value], context: Context) -> It
     names = {value.name or "" for value in values}
     giving = _giving(model, names)
     run = context.open(giving) if giving.graph.outputs else lambda feeds: {}  # all of them are fed
-    return _batches(run, names, context.feeds)
+    return _batches(run, names, (part for feeds in context.feeds for part in _parts(feeds)))
 
 
 def _giving(model: ir.Model, names: set[str]) -> ir.Model:
@@ -43,8 +45,19 @@ def _giving(model: ir.Model, names: set[str]) -> ir.Model:
     return copy
 
 
+def _parts(feeds: Feeds) -> Iterator[Feeds]:
+    """The rows of a batch of long texts in several: so much that values together hold is in memory at once."""
+    shapes = {array.shape for array in feeds.values()}
+    if len(shapes) != 1 or not any(name.endswith("mask") for name in feeds):
+        yield feeds
+        return
+    rows, tokens = shapes.pop()
+    step = max(1, _POSITIONS // max(1, tokens))
+    yield from ({name: array[i : i + step] for name, array in feeds.items()} for i in range(0, rows, step))
+
+
 def _batches(
-    run: Callable[[Feeds], dict[str, np.ndarray]], names: set[str], batches: Sequence[Feeds]
+    run: Callable[[Feeds], dict[str, np.ndarray]], names: set[str], batches: Iterable[Feeds]
 ) -> Iterator[dict[str, np.ndarray]]:
     for feeds in batches:
         arrays = {name: array for name, array in feeds.items() if name in names} | run(feeds)
