@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx_ir as ir
 import pytest
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tx_export import _sweep_latency, _sweep_report, cli, compiler, sweep
 from tx_export._sweep_points import points_of
+from tx_export._sweep_record import Record
 from tx_export.artifact import check_target, staged
 from tx_export.compiler import BuildOptions
 from tx_export.errors import ArtifactError, BudgetError, PluginError, TxExportError
@@ -275,7 +276,7 @@ def builds(shown: SweepOptions, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert asked.output is not None
         names.append(asked.output.name)
         if not (shown.output / asked.output.name).exists():
-            raise BudgetError("whole: sqnr_db 5 is less than 10")
+            raise BudgetError("whole: sqnr_db 5 is less than 10 in case 2x5 [left]")
         check_target(asked.output, asked.force)
         with staged(asked.output) as new:
             shutil.copytree(shown.output / asked.output.name, new, dirs_exist_ok=True)
@@ -324,7 +325,7 @@ def test_a_full_disk_is_the_end_and_not_a_row(options: SweepOptions, monkeypatch
     monkeypatch.setattr(compiler, "build", full)
     with pytest.raises(ArtifactError, match="No space left"):
         sweep.sweep(options)
-    assert not (options.output / "sweep.json").exists()
+    assert _read(options)["points"] == []
 
 
 def test_latency_is_the_ratio_to_the_first_point_on_one_scale(options: SweepOptions, planted: dict[str, float]) -> None:
@@ -358,7 +359,7 @@ def test_the_table_has_a_row_for_each_point_and_marks_the_frontier(
     assert cells["0"][-4:] == [megabytes[0], "*", "32", "*"]
     assert cells["0.5"][-3:] == [megabytes[1], "*", "48"]
     assert cells["0.05"] == ["none", "over", "budget"]
-    assert any("heads0.05-none:" in line for line in lines)
+    assert " ".join(lines[-1]) == "heads0.05-none: whole: sqnr_db 5 is less than 10 in case 2x5 [left]"
 
 
 @pytest.mark.usefixtures("builds")
@@ -443,6 +444,19 @@ def test_a_sweep_that_is_interrupted_goes_on_with_what_is_missing(
     names = [line.partition(":")[0] for line in timed]
     assert names == ["heads0-none", "heads0-none", "heads0.5-none", "heads0.5-none", "heads0.99-none"]
     assert _read(asked)["complete"] and all(row["latency"] for row in _read(asked)["points"])
+
+
+def test_a_sweep_that_is_stopped_behind_its_first_artifact_goes_on(
+    options: SweepOptions, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(record: Record, row: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Record, "put", stopped)
+        sweep.sweep(options)
+    assert read_manifest(options.output / "heads0-none") and _read(options)["points"] == []
+    assert sweep.sweep(options)["complete"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "manifest", "without a row"])

@@ -50,17 +50,17 @@ class Record:
         there = self._read()
         for name in self.names:
             check_target(self.folder / name, force or there is not None)
-        if there is None:
-            return
-        if force:
-            self._clear(there)
+        if there is None or force:
+            if there is not None:
+                self._clear(there)
+            self.write()  # from here on an artifact under the name of a point is ours
             return
         if changed := _differences(there["asked"], self.asked):
             raise UsageError(
                 f"{self.folder} holds a sweep that was asked otherwise ({'; '.join(changed)}); "
                 "--force starts anew, another -o leaves it"
             )
-        self.rows = {row["name"]: row for row in there["points"] if row["name"] in self.names}
+        self.rows = {row["name"]: row for row in there["points"]}
         self.is_complete = there["complete"] and not self._lacking(complete=True)
 
     def lacking(self) -> list[str]:

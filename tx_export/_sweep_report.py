@@ -42,17 +42,20 @@ def mark(built: Sequence[dict[str, Any]]) -> None:
 
 
 def table(report: Mapping[str, Any]) -> Table:
-    """A table for the terminal; the reasons of points that could not be built stand below it."""
+    """A table for the terminal; below it stand the reasons of points that could not be built."""
     from rich.table import Table
+    from rich.text import Text  # plain: a reason may hold [brackets]
 
     rows = report["points"]
     built = _built(rows)
     costs = list(costs_of(built[0]))
     errors = [key for key in ("sqnr_db", "agreement", "accuracy") if any(row[key] is not None for row in built)]
     ratios = [key for key in _RATIOS if any(row[key] for row in rows)]
-    failed = [f"{row['name']}: {row['reason']}" for row in rows if row not in built]
+    told = [f"{row['name']}: {row['reason']}" for row in rows if row not in built]
+    if len({row["labelled_rows"] for row in built}) > 1:
+        told.append("accuracy: not of the same rows everywhere; a pass chose by some of them (labelled_rows)")
     title = f"{report['asked']['cpu']}, {report['asked']['threads']} threads, batch x tokens in ms"
-    shown = Table(title=title, caption="\n".join([_CAPTION, *failed]), caption_justify="left")
+    shown = Table(title=title, caption=Text("\n".join([_CAPTION, *told])), caption_justify="left")
     for column in ratios:
         shown.add_column(column, justify="right")
     shown.add_column("quantize", overflow="fold")

@@ -10,6 +10,8 @@ The folder holds the artifacts, a chart, and sweep.json:
                and reason; of those built also
                    sqnr_db, max_abs, cosine, agreement, accuracy     of the worst output, against the whole model;
                                                                      null: infinite for sqnr_db, else not measured
+                   labelled_rows                                     that the accuracy is of: fewer where a pass chooses
+                                                                     by the others
                    bytes                                             of the graph with its weights
                    pruned, pruned_neurons, heads_per_layer           as in the manifest
                    manifest_sha256                                   null once the artifact is thrown away
@@ -104,6 +106,8 @@ def _tell(progress: Progress, step: str, line: str) -> None:
 
 def _build(record: Record, points: Sequence[Point], shared: BuildOptions, progress: Progress) -> None:
     lacking = record.lacking()
+    if len(lacking) < len(points):
+        progress(f"{len(points) - len(lacking)} of {len(points)} points are there already")
     for number, point in enumerate(points, start=1):
         if point.name in lacking:
             step = functools.partial(_tell, progress, f"{number} of {len(points)}, {point.name}")
@@ -140,6 +144,7 @@ def _figures(folder: Path) -> Row:
     return {
         **{key: worst([x for x in found[key] if x is not None], default=None) for key, worst in _WORST.items()},
         "accuracy": record.get("accuracy", {}).get("artifact"),
+        "labelled_rows": record.get("accuracy", {}).get("rows"),
         "bytes": sum(graph),
         **{key: {each: manifest[key][each] for each in _COUNTED} for key in manifest if key.startswith("pruned")},
         "heads_per_layer": manifest["heads_per_layer"],
