@@ -80,6 +80,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         inputs: tuple[str, ...]
         quantize: str | None
         prune_heads: str | None
+        recover: Path | None
+        steps: int | None
         passes: str | None
         calibrate: Path | None
         evaluate: Path | None
@@ -87,6 +89,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         max_length: int | None
         provider: str
         target_ort: str | None
+        isa: str | None
         ops: str
         output: Path | None
         force: bool
@@ -132,6 +135,8 @@ def test_the_version_is_the_package_s(call: Call) -> None:
         ([], "Missing command; see tx-export --help"),
         (["bild"], "No such command 'bild'"),
         (["build", "--nonsense"], "--nonsense"),
+        (["build", "--isa", "sse2"], "'sse2' is not one of 'avx2', 'vnni', 'arm64'"),
+        (["build", "--isa", "avx2", "--provider", "cuda"], "--isa is for --provider cpu, not cuda"),
         (["build", "--size", "huge"], "'huge' is not one of 'small', 'medium', 'large'; see tx-export build --help"),
         (["build", "--set", "layers"], "'layers' is not KEY=VALUE, say num_layers=2"),
         (["build", "--set", "a=1", "--set", "a=2"], "a is given twice"),
@@ -172,6 +177,8 @@ def test_build_hands_over_every_option(call: Call, compiler: ModuleType, tmp_pat
         "inputs": ("x:float32[batch]",),
         "quantize": "none",
         "prune_heads": "0:1,3;2:0",
+        "recover": None,
+        "steps": None,
         "passes": None,
         "calibrate": text,
         "evaluate": text,
@@ -179,6 +186,7 @@ def test_build_hands_over_every_option(call: Call, compiler: ModuleType, tmp_pat
         "max_length": 64,
         "provider": "cuda",
         "target_ort": "1.24",
+        "isa": None,
         "ops": "standard",
         "output": Path("there"),
         "force": True,

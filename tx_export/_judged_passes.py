@@ -13,6 +13,7 @@ from tx_export._coverage import of_graph_passes, of_module_passes
 from tx_export._emulation import emulated
 from tx_export._measure import measure
 from tx_export._reference import Reference
+from tx_export._saturation import saturated
 from tx_export.artifact import open_graph
 from tx_export.errors import ArtifactError
 from tx_export.metrics import Budget
@@ -34,23 +35,32 @@ def context_of(
     release: tuple[int, int] | None = None,
     budget: Budget | None = None,
     labelled: Sequence[tuple[str, str]] = (),
+    isa: str | None = None,
 ) -> Context:
     """What passes are given: by `lines`, and by `labelled` ones, they may choose something."""
     asked = {} if budget is None else dataclasses.asdict(budget)
-    settings = plugins.find("provider", "cpu")().session()  # verified where the build runs
     probes = [case.feeds for case in grid(model, _PROBE_TOKENS) if case.mask != "empty"]
     return Context(
         module=model.module,
         feeds=text_feeds(model, lines) if model.text is not None and lines else (),
-        # Where the CPU stands in for another provider, half precision is rounded as that one does.
-        open=lambda graph: open_graph(graph if provider == "cpu" else emulated(graph), settings),
+        open=lambda graph: _as_on_target(graph, provider, isa or ""),
         provider=provider,
+        isa=isa or "",
         probes=probes[::-1],  # the largest first
         release=release,
         budget={key: limit for key, limit in asked.items() if limit is not None},
         drift=_Drift(model),
         accuracy=(lambda runner: check_accuracy(model, runner, labelled).artifact) if labelled else None,
     )
+
+
+def _as_on_target(graph: ir.Model, provider: str, isa: str) -> Runner:
+    """A session here that rounds as the target does: half precision of other providers, 8 bits of other CPUs."""
+    cpu = plugins.find("provider", "cpu")
+    if provider != "cpu":
+        return open_graph(emulated(graph), cpu().session())
+    shown = saturated(graph) if isa == "avx2" else graph
+    return open_graph(shown, cpu(isa=isa if shown is graph else "").session())
 
 
 class _Drift:

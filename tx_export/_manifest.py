@@ -63,6 +63,7 @@ def describe(
         "pruned": changed.get("pruned", nothing).to_json(),
         **{key: changed[key].to_json() for key in ("pruned_neurons", "pruned_weights") if key in changed},
         "kept_heads": {str(layer): list(heads) for layer, heads in changed.get("pruned", nothing).kept},
+        **({"isa": provider.isa} if provider.isa else {}),
         "session": {provider.__class__.__module__.rpartition(".")[2]: provider.session()},
         "verification": verification,
         "verified_on": {"provider": "cpu", "instruction_sets": _instruction_sets()},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from tx_export import plugins
-from tx_export.errors import PluginError
+from tx_export.errors import PluginError, ProviderError
 from tx_export.passes import Pipeline
 
-__all__ = ["pipeline_of"]
+__all__ = ["pipeline_of", "provider_of"]
 
 # The optimization passes for a provider, in order. Others that exist were slower where they were measured.
 _ALWAYS = "fold_constants fuse_gelu fuse_fast_gelu unguard_softmax fuse_attention merge_views pack_qkv"
@@ -38,6 +38,16 @@ def pipeline_of(
     pruning = "" if prune_heads is None else _pruning(prune_heads)
     asked = [name.partition("{")[0] for name in (pruning, lossy) if name]
     return _parsed(f"{pruning} {lossless} {lossy} {lowered}"), frozenset(asked)
+
+
+def provider_of(name: str, isa: str | None) -> Any:
+    """The provider of that name, for CPUs with that instruction set."""
+    provider = plugins.find("provider", name)
+    if isa is None:
+        return provider()
+    if name != "cpu":
+        raise ProviderError(f"--isa {isa}: an instruction set is for --provider cpu, not {name}")
+    return provider(isa=isa)
 
 
 def _parsed(text: str) -> Pipeline:

@@ -63,9 +63,12 @@ def _coverage(manifest: Mapping[str, Any]) -> list[str]:
     lines += ["", f"Passes: `{manifest['pipeline']}`", "", *_weights(manifest["quantized"])]
     if manifest["batch_dependent"]:
         isa = ", ".join(manifest["verified_on"]["instruction_sets"]) or platform.machine()
+        without = "run the products in an exact, slower form"
+        if manifest.get("isa") == "avx2":
+            without = "are what it is built for, and products are judged as they compute them"
         lines += [
             f"Verified on a CPU with {isa}. Activations get one scale for each batch, so an answer depends a little on",
-            "its mates in the batch (batch dependent); CPUs without VNNI run the products in an exact, slower form.",
+            f"its mates in the batch (batch dependent); CPUs without VNNI {without}.",
             "",
         ]
     return lines

@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 import click
 
 from tx_export import __version__, _arguments, _commands_onnx, _commands_sweep, _commands_training, _console, _tables
+from tx_export.providers.cpu import Cpu
 
 __all__ = ["main", "program"]
 
@@ -51,6 +52,7 @@ def program() -> None:
     metavar="X.Y",
     help="The oldest ONNX Runtime to run on; default: as old as operators allow.",
 )
+@click.option("--isa", type=click.Choice(Cpu.isas), help="Of the CPUs to run on; default: any. avx2: without VNNI.")
 @click.option("--ops", type=click.Choice(("fused", "standard")), default="fused", show_default=True)
 @click.option("-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/NAME.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is there.")
@@ -60,8 +62,8 @@ def build(
     source: str | None, size: str, settings: dict[str, str], weights: str | None, task: str | None,
     inputs: tuple[str, ...], quantize: str | None, prune_heads: str | None, recover: Path | None, steps: int | None,
     passes: str | None, calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None,
-    provider: str, target_ort: str | None, ops: Literal["fused", "standard"], output: Path | None, force: bool,
-    as_json: bool,
+    provider: str, target_ort: str | None, isa: str | None, ops: Literal["fused", "standard"], output: Path | None,
+    force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Build an artifact from SOURCE: a built-in name, a checkpoint folder, file.py:NAME or package.module:NAME.
 
@@ -69,6 +71,8 @@ def build(
     """
     if passes is not None and (quantize, prune_heads) != (None, None):
         raise click.UsageError("--passes is the whole pipeline; it can't stand beside --quantize or --prune-heads")
+    if isa is not None and provider != "cpu":
+        raise click.UsageError(f"--isa is for --provider cpu, not {provider}")
     from tx_export.artifact import check_target
 
     if output is not None:
@@ -78,8 +82,8 @@ def build(
     options = compiler.BuildOptions(
         source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, quantize=quantize,
         prune_heads=prune_heads, recover=recover, steps=steps, passes=passes, calibrate=calibrate, evaluate=evaluate,
-        budget=budget, max_length=max_length, provider=provider, target_ort=target_ort, ops=ops, output=output,
-        force=force,
+        budget=budget, max_length=max_length, provider=provider, target_ort=target_ort, isa=isa, ops=ops,
+        output=output, force=force,
     )  # fmt: skip
     with _console.working() as progress:
         folder = compiler.build(options, progress)

@@ -18,7 +18,7 @@ from tx_export import plugins, runtime, runtime_generate
 from tx_export._cached_form import cached_form, plain_runner
 from tx_export._judged_passes import Progress, context_of, run_graph_passes, run_module_passes
 from tx_export._manifest import describe, samples
-from tx_export._recipe import pipeline_of
+from tx_export._recipe import pipeline_of, provider_of
 from tx_export._recovery import compare_recovered, measured, read_recovery, recovered
 from tx_export._report import report
 from tx_export._sources import source_of, with_own_text
@@ -60,6 +60,7 @@ class BuildOptions:
     max_length: int | None = None
     provider: str = "cpu"
     target_ort: str | None = None
+    isa: str | None = None
     ops: Literal["fused", "standard"] = "fused"
     output: Path | None = None
     force: bool = False
@@ -70,7 +71,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
 
     Raises BudgetError outside the error budget, other errors of the tree for what can't be done.
     """
-    provider = plugins.find("provider", options.provider)()
+    provider = provider_of(options.provider, options.isa)
     pipeline, asked = pipeline_of(options.provider, options.ops, options.quantize, options.prune_heads, options.passes)
     recovery = read_recovery(options.recover, options.steps, pipeline)
     target = Target.parse(options.target_ort, options.ops)
@@ -86,7 +87,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     longest = max(LONGEST, options.max_length or 0)
     judging = functools.partial(Judge, lines=split.judging, override=override, labelled=labelled, longest=longest)
     _heed(model, progress)
-    context = context_of(model, split.choosing, options.provider, target.release, override, chosen_by)
+    context = context_of(model, split.choosing, options.provider, target.release, override, chosen_by, options.isa)
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
     model, learnt = recovered(whole, model, recovery, context, progress)
     judge = judging(model)
@@ -204,7 +205,8 @@ def _as_exported(model: EagerModel, manifest: Mapping[str, Any]) -> EagerModel:
 
 def _recorded(model: EagerModel, manifest: Mapping[str, Any]) -> tuple[Pipeline, Context]:
     pipeline = Pipeline.parse(manifest["pipeline"], lambda name: plugins.find("pass", name))
-    return pipeline, context_of(model, (), "cpu", Target.parse(manifest["min_onnxruntime"], "fused").release)
+    release = Target.parse(manifest["min_onnxruntime"], "fused").release
+    return pipeline, context_of(model, (), "cpu", release, isa=manifest.get("isa"))
 
 
 def _first_failure(manifest: Mapping[str, Any], model: EagerModel) -> str | None:

@@ -952,7 +952,7 @@ class Model:
 
     def _warn_without_vnni(self) -> None:
         integers = (self.manifest.get("quantized") or {}).get("done") and self.manifest.get("batch_dependent", True)
-        if integers and _lacks_vnni():
+        if integers and self.manifest.get("isa") != "avx2" and _lacks_vnni():
             verified = (self.manifest.get("verified_on") or {}).get("instruction_sets") or ["a machine not recorded"]
             slower = "this CPU has no VNNI: int8 products run in an exact but slower form"
             self._notices.say("vnni", f"{slower}; the accuracy was verified on {', '.join(verified)}")

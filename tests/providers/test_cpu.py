@@ -11,6 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 
 from tx_export import plugins, runtime
+from tx_export._recipe import provider_of
+from tx_export.errors import ProviderError
 from tx_export.providers.cpu import Cpu
 
 
@@ -65,3 +67,16 @@ def test_the_slow_fusion_is_left_out(
     monkeypatch.setattr(runtime, "_session_options", and_save)
     open_graph(tmp_path / "model.onnx", graph, Cpu(disabled_optimizers=disabled).session())
     assert (b"SkipLayerNormalization" not in (tmp_path / "optimized.onnx").read_bytes()) is left_out
+
+
+def test_for_cpus_without_vnni_weights_that_fit_stay_in_the_quick_form() -> None:
+    assert Cpu(isa="avx2").session()["config"] == {}
+    exact = {"session.x64quantprecision": "1"}
+    assert [Cpu(isa=isa).session()["config"] for isa in ("", "vnni", "arm64")] == [exact] * 3
+
+
+def test_an_unknown_instruction_set_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ProviderError, match=r"^--isa sse2: known are avx2, vnni, arm64$"):
+        Cpu(isa="sse2")
+    with pytest.raises(ProviderError, match="--isa avx2: an instruction set is for --provider cpu, not cuda"):
+        provider_of("cuda", "avx2")

@@ -15,6 +15,7 @@ class Cuda:
     disabled_optimizers: tuple[str, ...] = ()  # a GPU gains from every fusion
 
     onnxruntime_name: ClassVar[str] = "CUDAExecutionProvider"
+    isa: ClassVar[str] = ""
     package: ClassVar[str] = "onnxruntime-gpu"
 
     def session(self) -> dict[str, Any]:
