@@ -13,7 +13,7 @@ from tx_export.errors import PluginError
 from tx_export.passes import Context, GraphPass
 from tx_export.quantize import _auto_times
 from tx_export.quantize._auto_noise import Noises
-from tx_export.quantize._auto_products import FLOAT, Form, Product, lowered, weight_bytes
+from tx_export.quantize._auto_products import FLOAT, Form, Product, apply, lowered, passes_of, weight_bytes
 from tx_export.timing import Shape
 
 __all__ = ["Candidate", "Product", "candidates_of", "forms_of", "measure_noise", "measure_times"]
@@ -28,6 +28,7 @@ class Candidate:
     form: Form
     graphs: tuple[ir.Model, ...]  # of the parts
     nbytes: int
+    timed_as: str  # the form whose time it takes
     ms: list[float] = field(default_factory=list)  # at each shape; empty: no decision depends on it
     noise: float = 0.0  # of the whole model with only this product in this form, relative to the signal
 
@@ -65,17 +66,28 @@ def _calibrated(name: str, model: ir.Model, context: Context) -> GraphPass | Non
     return dataclasses.replace(repeat[0], context=context) if repeat and outcome.modified else None
 
 
-def candidates_of(product: Product, forms: Sequence[Form]) -> tuple[list[Candidate], list[str]]:
+def candidates_of(model: ir.Model, product: Product, forms: Sequence[Form]) -> tuple[list[Candidate], list[str]]:
     """fp32 first, then every form that its passes can give it, and why others can't be given."""
-    found = [Candidate(FLOAT, tuple(part.graph for part in product.parts), product.nbytes)]
+    found = [Candidate(FLOAT, tuple(part.graph for part in product.parts), product.nbytes, FLOAT.name)]
     refused = []
     for form in forms:
         graphs = lowered(product, form)
         if isinstance(graphs, str):
             refused.append(graphs)
         else:
-            found.append(Candidate(form, graphs, max(map(weight_bytes, graphs))))
+            timed_as = _timed_as(model, product, form, forms)
+            found.append(Candidate(form, graphs, max(map(weight_bytes, graphs)), timed_as))
     return found, refused
+
+
+def _timed_as(model: ir.Model, product: Product, form: Form, forms: Sequence[Form]) -> str:
+    """The form without its first pass where that adds no node to the whole graph, as folded scales don't."""
+    rest = next((other for other in forms if other.passes == form.passes[1:]), None)
+    if rest is None:
+        return form.name
+    whole = model.clone()
+    apply(whole, passes_of([(product.name, Form("", form.passes[:1]))]))
+    return rest.name if len(whole.graph) == len(model.graph) else form.name
 
 
 def measure_times(
@@ -98,7 +110,7 @@ def measure_times(
     for product, forms in zip(products, candidates, strict=True):
         for candidate in forms:
             of_parts = [
-                measured.get(_auto_times.kind_of(part.graph), {}).get(candidate.form.name, [0.0] * len(shapes))
+                measured.get(_auto_times.kind_of(part.graph), {}).get(candidate.timed_as, [0.0] * len(shapes))
                 for part in product.parts
             ]
             candidate.ms = [sum(each) for each in zip(*of_parts, strict=True)]

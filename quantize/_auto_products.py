@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from tx_export._graph import array_of, linear_at
 from tx_export.errors import PassError
-from tx_export.passes import GraphPass, Outcome, Stored
+from tx_export.passes import GraphPass, Outcome, Pass, Stored
 from tx_export.quantize._weights import candidates, name_of
 
 __all__ = ["FLOAT", "Form", "Part", "Product", "apply", "lowered", "passes_of", "products_of", "weight_bytes"]
@@ -111,15 +111,17 @@ def passes_of(choice: Sequence[tuple[str, Form]]) -> tuple[GraphPass, ...]:
     return tuple(dataclasses.replace(item, only=",".join(only[item])) for item in ordered)  # type: ignore[call-arg]
 
 
-def apply(model: ir.Model, passes: Sequence[GraphPass]) -> tuple[Stored, ...]:
-    """Run them in place; what they store."""
+def apply(model: ir.Model, passes: Sequence[GraphPass]) -> tuple[tuple[Pass, ...], tuple[Stored, ...]]:
+    """Run them in place; returns what repeats them, with no more than they used, and what they store."""
+    repeat: list[Pass] = []
     stored: list[Stored] = []
     for item in passes:
         outcome = _run(item, model)
         if not outcome.modified:
             raise PassError(f"auto: {item.name()} changed nothing in the whole graph, but did so in single products")
+        repeat += outcome.coverage.repeat or (item,)
         stored += outcome.coverage.stored
-    return tuple(stored)
+    return tuple(repeat), tuple(stored)
 
 
 def _run(item: GraphPass, model: ir.Model) -> Outcome:

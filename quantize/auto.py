@@ -97,7 +97,7 @@ class Auto(GraphPass):
         """Of each product those that may be chosen, with times; and why a product has but one."""
         forms = forms_of(model, context) if products else []
         tables = [form for form in forms if self.size_mb or form.name == "int8"]
-        found = [candidates_of(each, tables if each.is_table else forms) for each in products]
+        found = [candidates_of(model, each, tables if each.is_table else forms) for each in products]
         candidates = [forms for forms, _ in found]
         refused = {
             each.name: why[0] for each, (forms, why) in zip(products, found, strict=True) if why and len(forms) == 1
@@ -175,8 +175,7 @@ def _made(
     decision: Decision,
 ) -> Coverage:
     """Apply a decision, and tell what it leaves."""
-    passes = _passes(products, decision.chosen)
-    stored = apply(model, passes)
+    repeat, stored = apply(model, _passes(products, decision.chosen))
     whole = decision.factor * sum(each.noise for each in decision.chosen)
     left = []
     for product, forms, each in zip(products, candidates, decision.chosen, strict=True):
@@ -188,4 +187,4 @@ def _made(
         least = min(forms[1:], key=lambda form: form.noise)
         lost = 10 * math.log10(1 + decision.factor * least.noise / whole) if whole else math.inf
         left.append(Left(product.name, f"stays fp32: {least.form.name} would cost {lost:.2f} dB"))
-    return Coverage(len(products) - len(left), len(products), tuple(left), repeat=passes, stored=stored)
+    return Coverage(len(products) - len(left), len(products), tuple(left), repeat=repeat, stored=stored)

@@ -41,16 +41,28 @@ def network() -> ir.Model:
         "table": normal(100, WIDTH),
         "first": normal(WIDTH, WIDTH, seed=1) / 8,
         "spread": spread,
+        "small": np.full(1, 0.001, np.float32),  # s has a second reader, so that no scale is folded into it
         "loud": loud.astype(np.float32),
         "wide": normal(WIDTH, 2 * WIDTH, seed=3) / 8,
         "last": normal(2 * WIDTH, WIDTH, seed=4) / 11,
     }
     body = (
         "e = Gather (table, ids) a = MatMul (e, first) t = Tanh (a) s = Mul (t, spread) b = MatMul (s, loud) "
-        "r = Add (b, e) c = MatMul (r, wide) u = Tanh (c) y = MatMul (u, last)"
+        "k = Mul (s, small) f = Add (b, k) r = Add (f, e) c = MatMul (r, wide) u = Tanh (c) y = MatMul (u, last)"
     )
     model = graph("int64[batch, tokens] ids", f"float[batch, tokens, {WIDTH}] y", weights, body)
-    for name, width in {"e": 64, "a": 64, "t": 64, "s": 64, "b": 64, "r": 64, "c": 128, "u": 128}.items():
+    for name, width in {
+        "e": 64,
+        "a": 64,
+        "t": 64,
+        "s": 64,
+        "b": 64,
+        "k": 64,
+        "f": 64,
+        "r": 64,
+        "c": 128,
+        "u": 128,
+    }.items():
         value = next(each for node in model.graph for each in node.outputs if each.name == name)
         value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(["batch", "tokens", width])
     return model

@@ -110,7 +110,7 @@ def test_the_error_of_a_single_product_is_that_of_the_graph_with_it_alone_lowere
     given = context(model)
     products = products_of(model)
     form = forms_of(model, given)[0]
-    graphs = [(each, {form.name: candidates_of(each, [form])[0][1].graphs}) for each in products]
+    graphs = [(each, {form.name: candidates_of(model, each, [form])[0][1].graphs}) for each in products]
     measured = list(Noises(model, products, given, feeds).measured(graphs))
     assert [each.name for each in products] == [*PRODUCTS, "table"]
     for product, noise in zip(products, measured, strict=True):
