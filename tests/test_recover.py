@@ -155,7 +155,9 @@ def _resealed(artifact: Path, change: Callable[[dict[str, Any]], None]) -> None:
     seal(artifact, {key: value for key, value in manifest.items() if key != "files"})
 
 
-def test_an_artifact_tells_its_recovery_and_compare_passes_it(artifact: Path) -> None:
+def test_an_artifact_tells_its_recovery_and_compare_passes_it(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = runtime.read_manifest(artifact)
     record = manifest["recovered"]
     assert record["after"]["sqnr_db"] > record["before"]["sqnr_db"] and record["steps"] == 80
@@ -164,6 +166,9 @@ def test_an_artifact_tells_its_recovery_and_compare_passes_it(artifact: Path) ->
     assert record["artifact_sqnr_db"] == pytest.approx(whole, abs=1e-9)  # no other text was given
     report = (artifact / "REPORT.md").read_text(encoding="utf-8")
     assert f"- recovered in 80 steps: from {record['before']['sqnr_db']:.4g} to " in report
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(artifact)])
+    assert "in 80 steps, from " in capsys.readouterr().out
     found = compare(artifact, str(artifact.parent / "tiny"))
     assert (found["verdict"], found.get("reason")) == ("pass", None)
     assert found["outputs"]["logits"]["sqnr_db"] == pytest.approx(record["artifact_sqnr_db"], abs=1e-9)
@@ -203,7 +208,11 @@ def test_compare_fails_an_artifact_that_does_not_reproduce_its_recovered_module(
     ],
 )
 def test_the_command_line_refuses_what_makes_no_sense(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("\n".join(default_lines()[:6]), encoding="utf-8")

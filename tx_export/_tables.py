@@ -53,6 +53,7 @@ def print_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in manifest.get(kind, ())]
     counted = ("fused", "quantized", "pruned", "pruned_neurons", "pruned_weights")
     rows += [(key.replace("_", " "), _coverage(manifest[key])) for key in counted if manifest.get(key)]
+    rows += [("recovered", _recovered(manifest["recovered"]))] if "recovered" in manifest else []
     rows += [("verified", _verified(record)) for record in manifest.get("verification", {}).get("passes", ())]
     rows += [("file", f"{name}, {entry['bytes']:,} bytes") for name, entry in sorted(manifest["files"].items())]
     print_columns(rows)
@@ -98,6 +99,11 @@ def print_training(result: TrainResult | DistillResult) -> None:
 
 def _tensor(tensor: Mapping[str, Any]) -> str:
     return f"{tensor['name']}:{tensor['dtype']}[{','.join(map(str, tensor['dims']))}]"
+
+
+def _recovered(record: Mapping[str, Any]) -> str:
+    before, after = (_figure(record[when]["sqnr_db"]) for when in ("before", "after"))
+    return f"in {record['steps']} steps, from {before} to {after} dB beside the whole model"
 
 
 def _verified(record: Mapping[str, Any]) -> str:
