@@ -63,6 +63,13 @@ class Int8Weights:
             zero,
         )
 
+    def bias(self, linear: Linear) -> ir.Value | None:
+        """float32 [N]."""
+        if linear.bias is None:
+            return None
+        name = (linear.weight_value.name or "weight").removesuffix(".T").removesuffix(".weight")
+        return add_initializer(self.graph, f"{name}.bias", linear.bias.astype(np.float32))
+
     def table(self, node: ir.Node) -> str | None:
         """Let a Gather look up 8-bit rows; the reason why it stays if it does."""
         table = node.inputs[0]

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from tx_export._graph import add_initializer, add_node, array_of, linear_at, replace
+from tx_export._graph import add_node, array_of, linear_at, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 from tx_export.quantize._int8_weights import Int8Weights
 from tx_export.quantize._weights import attention_left, candidates, name_of, part_attention
@@ -81,10 +81,8 @@ class _Rewrite:
             return f"its weight is {linear.weight.dtype}, not float32"
         weight, scale, zero = self.weights.of(linear)
         x, x_scale, x_zero = self.activation(node, linear.x)
-        bias = None
-        if linear.bias is not None:
-            bias = add_initializer(self.graph, _named(linear.weight_value, "bias"), linear.bias.astype(np.float32))
-        (out,) = add_node(node, "com.microsoft::MatMulIntegerToFloat", [x, weight, x_scale, scale, x_zero, zero, bias])
+        inputs = [x, weight, x_scale, scale, x_zero, zero, self.weights.bias(linear)]
+        (out,) = add_node(node, "com.microsoft::MatMulIntegerToFloat", inputs)
         replace(linear.output, out)
         return None
 
@@ -113,8 +111,3 @@ class _Rewrite:
             values.dtype, values.shape = ir.DataType.UINT8, x.shape
             self.activations[x] = (values, scale, zero)
         return self.activations[x]
-
-
-def _named(weight: ir.Value, what: str) -> str:
-    name = (weight.name or "weight").removesuffix(".T")
-    return f"{name.removesuffix('.weight')}.{what}" if name.endswith(".weight") else f"{name}.{what}"

@@ -157,7 +157,7 @@ def _attentions(graph: ir.Graph, left: list[Left]) -> list[ir.Node]:
 
 
 class _Rewrite:
-    """Puts QuantizeLinear and DequantizeLinear around products."""
+    """Puts QuantizeLinear and DequantizeLinear around products; for Gemm, whose input is a matrix, one operator."""
 
     def __init__(self, graph: ir.Graph, options: StaticInt8, ranges: dict[str, Range]) -> None:
         self.graph, self.options, self.ranges = graph, options, ranges
@@ -166,9 +166,14 @@ class _Rewrite:
         self.values: dict[ir.Value, list[ir.Value]] = {}
 
     def product(self, linear: Linear) -> None:
+        if _may_become_gemm(linear.x):
+            values, x_scale, x_zero = self.quantized(linear.x, linear.node, None)
+            weight, scale, zero = self.weights.of(linear)
+            inputs = [values, weight, x_scale, scale, x_zero, zero, self.weights.bias(linear)]
+            (out,) = add_node(linear.node, "com.microsoft::MatMulIntegerToFloat", inputs)
+            replace(linear.output, out)
+            return
         (out,) = add_node(linear.node, "MatMul", [self.activation(linear), self.weight(linear)])
-        if linear.node.op_type == "Gemm" and len(linear.node.inputs) > 2:
-            (out,) = add_node(linear.node, "Add", [out, linear.node.inputs[2]])
         replace(linear.node.outputs[0], out)
 
     def activation(self, linear: Linear) -> ir.Value:
@@ -199,6 +204,11 @@ class _Rewrite:
                 linear.node, [values, scale, *([] if zero is None else [zero])], ir.Shape(linear.weight.shape)
             )
         return self.made[linear.weight_value]
+
+
+def _may_become_gemm(x: ir.Value) -> bool:
+    """Of MatMul and Add on a matrix, or on a fixed shape, ONNX Runtime makes a Gemm, whose bias keeps it in float."""
+    return x.shape is None or len(x.shape) == 2 or all(isinstance(dim, int) for dim in x.shape)
 
 
 def _dequantized(before: ir.Node, inputs: Sequence[ir.Value], shape: ir.Shape | None) -> ir.Value:
