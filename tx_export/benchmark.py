@@ -45,6 +45,7 @@ def bench(
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
     if against:
         _check_source(manifest, source)
+        against = _possible(against, source or manifest["source"], progress)
     threads = available_threads() if threads is None else threads
     name = manifest["name"] if manifest["name"] not in _AGAINST else "artifact"
     with tempfile.TemporaryDirectory(prefix="tx-export-bench-") as scratch:
@@ -64,6 +65,14 @@ def _tensor(item: Mapping[str, Any]) -> TensorSpec:
     """From the manifest's form: name, dtype, dims as text, and maybe a range."""
     values = "{{{}..{}}}".format(*item["range"]) if item.get("range") else ""
     return TensorSpec.parse(f"{item['name']}:{item['dtype']}[{','.join(map(str, item['dims']))}]{values}")
+
+
+def _possible(against: tuple[str, ...], source: str, progress: Callable[[str], None]) -> tuple[str, ...]:
+    """Without torch.compile where the source is an ONNX file, whose eager form is the file itself in ONNX Runtime."""
+    if not source.endswith(".onnx") or "compile" not in against:
+        return against
+    progress(f"compile is left out: {source} is no PyTorch module")
+    return tuple(name for name in against if name != "compile")
 
 
 def _check_source(manifest: Mapping[str, Any], source: str | None) -> None:
