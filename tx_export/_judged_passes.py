@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export import plugins
+from tx_export._cached_form import plain_runner
 from tx_export._coverage import of_graph_passes, of_module_passes
 from tx_export._emulation import emulated
 from tx_export._measure import measure
@@ -43,7 +44,7 @@ def context_of(
     return Context(
         module=model.module,
         feeds=text_feeds(model, lines) if model.text is not None and lines else (),
-        open=lambda graph: _as_on_target(graph, provider, isa or ""),
+        open=lambda graph: plain_runner(model, _as_on_target(graph, provider, isa or "")),
         provider=provider,
         isa=isa or "",
         probes=probes[::-1],  # the largest first

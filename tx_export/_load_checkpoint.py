@@ -61,7 +61,9 @@ def load_folder(
         config=fields,
         weights=origin,
         text=text,
-        padding="right",
+        # What comes behind a position changes nothing there, and before it counts by its distance.
+        padding="right" if spec.cache() is None else "any",
+        cache=spec.cache(),
         pad_id=fields["pad_token_id"] if spec.counts_real_ids else None,
     )
 

@@ -54,8 +54,10 @@ def describe(
         "weights": model.weights,
         "pipeline": str(pipeline),
         **_graph_facts(graph),
-        "inputs": [_tensor(spec, value) for spec, value in zip(model.inputs, graph.graph.inputs, strict=True)],
-        "outputs": [_tensor(spec, value) for spec, value in zip(model.outputs, graph.graph.outputs, strict=True)],
+        # Behind those of a model that generates comes its cache.
+        "inputs": [_tensor(spec, value) for spec, value in zip(model.inputs, graph.graph.inputs, strict=False)],
+        "outputs": [_tensor(spec, value) for spec, value in zip(model.outputs, graph.graph.outputs, strict=False)],
+        **({} if model.cache is None else {"generation": {"cache": dataclasses.asdict(model.cache)}}),
         "text": None if model.text is None else _text(model),
         "heads_per_layer": _heads(graph, model.module),
         "fused": _fused(graph, changed).to_json(),
@@ -98,11 +100,13 @@ def _instruction_sets() -> list[str]:
 
 
 def _tensor(spec: TensorSpec, value: ir.Value) -> dict[str, Any]:
-    """As the file has it; it can't tell bounds of dimensions and of values."""
+    """As the file has it; it can't tell bounds of dimensions and of values, nor a dtype that the source has instead."""
     assert value.dtype is not None
+    dtype = value.dtype.numpy().name
     values = {} if spec.low is None or spec.high is None else {"range": [spec.low, spec.high]}
     dims = [dim if isinstance(dim, int) else str(dim) for dim in spec.dims]
-    return {"name": value.name, "dtype": value.dtype.numpy().name, "dims": dims} | values
+    source = {} if dtype == spec.dtype else {"source_dtype": spec.dtype}
+    return {"name": value.name, "dtype": dtype, **source, "dims": dims} | values
 
 
 def _text(model: EagerModel) -> dict[str, Any]:
@@ -149,7 +153,8 @@ def _quantized(graph: ir.Graph, told: Coverage) -> dict[str, Any]:
     for weight in weights(graph):
         # What stands in two forms has its bytes before with the first.
         is_second = any(item["name"] == weight.name for item in stored)
-        whole = before.get(weight.name, weight.after if weight.form.startswith("float") else 4 * weight.elements)
+        stays = weight.form in ("float32", "float64")
+        whole = before.get(weight.name, weight.after if stays else 4 * weight.elements)
         item = {"name": weight.name, "before": 0 if is_second else whole, "after": weight.after, "form": weight.form}
         reason = next((reasons[name] for name in (weight.name, *weight.readers) if name in reasons), None)
         stored.append(item if reason is None else item | {"reason": reason})

@@ -102,7 +102,7 @@ def _as_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _input_specs(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
-        f"{item['name']}:{item['dtype']}[{','.join(map(str, item['dims']))}]"
+        f"{item['name']}:{item.get('source_dtype', item['dtype'])}[{','.join(map(str, item['dims']))}]"
         + ("{{{}..{}}}".format(*item["range"]) if "range" in item else "")
         for item in manifest["inputs"]
     )

@@ -154,8 +154,12 @@ def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) 
 
 
 def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None = None) -> Runner:
-    """A session on a graph with the settings of a provider, as a function from feeds to outputs by name."""
+    """A session on a graph with the settings of a provider, as a function from feeds to outputs by name.
+
+    Feeds of float32 are rounded for inputs of half precision.
+    """
     names = [value.name or "" for value in model.graph.outputs]
+    halves = {value.name for value in model.graph.inputs if value.dtype == ir.DataType.FLOAT16}
     with (
         _writing(Path(tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder,
@@ -168,7 +172,8 @@ def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None
             raise ArtifactError(str(error).replace(f"{folder}{os.sep}", "")) from error
 
     def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+        given = {name: array.astype(np.float16) if name in halves else array for name, array in feeds.items()}
+        return dict(zip(names, session.run(names, given), strict=True))
 
     return run
 

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import itertools
 import json
@@ -699,7 +700,9 @@ def open_session(model: Path, least: str, provider: str, settings: Mapping[str, 
         )
     except Exception as error:
         kind = ProviderError if wanted != "CPUExecutionProvider" else ArtifactError
-        raise kind(f"{model}: onnxruntime can't load it with provider {provider}: {_first_line(error)}") from error
+        version = onnxruntime.__version__
+        what = f"{model}: onnxruntime {version} can't load it with provider {provider}"
+        raise kind(f"{what}: {_first_line(error)}") from error
     used = session.get_providers()[0]
     if used != wanted:
         raise ProviderError(f"provider {provider}: asked for {wanted}, but the session runs on {used}{_offered()}")
@@ -897,6 +900,7 @@ class Model:
         self.outputs = tuple(_Tensor.parse(item) for item in self.manifest["outputs"])
         self._sessions = _Sessions(self.folder, self.manifest, self.provider, self.threads)
         self._notices = _Notices()
+        self._cache = (self.manifest.get("generation") or {}).get("cache")
         self._text: Mapping[str, Any] = self.manifest.get("text") or {}
         self._tokenizer: _Tokenizer | None = None
         if self._text:
@@ -930,10 +934,20 @@ class Model:
         return self._run(self.threads, arrays)
 
     def _run(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        found = self._sessions.run(threads, [tensor.name for tensor in self.outputs], arrays)
+        found = self._read(threads, arrays)
         for tensor in self.outputs:
             if found[tensor.name].ndim != len(tensor.dims):
                 raise ArtifactError(f"output {tensor}: the graph gives shape {list(found[tensor.name].shape)}")
+        return found
+
+    def _read(self, threads: int, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        names = [tensor.name for tensor in self.outputs]
+        if self._cache is None:
+            return self._sessions.run(threads, names, arrays)
+        generate = _import_generate()
+        names += generate.names(self._cache, "present")
+        run = functools.partial(self._sessions.run, threads, names)
+        found: dict[str, np.ndarray] = generate.logits_with_cache(run, self._cache, arrays)
         return found
 
     def _empty(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -1026,6 +1040,19 @@ class Model:
         return np.asarray(array[tuple(keys.get(_size_key(dim), slice(None)) for dim in tensor.dims)])
 
 
+@functools.cache
+def _import_generate() -> Any:
+    """The file beside this one, wherever that is."""
+    here = Path(__file__).resolve().parent
+    path = next(path for path in (here / "generate.py", here / "runtime_generate.py") if path.is_file())
+    spec = importlib.util.spec_from_file_location("tx_export_generate", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
 def _batch_name(model: Model) -> int | str | None:
     """The first dim of the first input."""
     dims = model.inputs[0].dims if model.inputs else ()
@@ -1058,8 +1085,8 @@ def _batches(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 def self_test(model: Model) -> dict[str, Any]:
     """Compare the model here with the eager outputs in samples.npz, at real positions, all samples together.
 
-    Returns {"agrees", "provider", "onnxruntime_provider", "cases", "outputs": {name: {"max_abs", "sqnr_db",
-    "non_finite", "agrees", "limit"}}}; an infinite ratio is None. Non-finite values never agree.
+    Returns {"agrees", "provider", "onnxruntime_provider", "onnxruntime", "cases", "outputs": {name: {"max_abs",
+    "sqnr_db", "non_finite", "agrees", "limit"}}}; an infinite ratio is None. Non-finite values never agree.
     """
     limits = (model.manifest.get("verification") or {}).get("self_test")
     if not isinstance(limits, dict) or not limits or "samples.npz" not in model.manifest["files"]:
@@ -1082,6 +1109,7 @@ def self_test(model: Model) -> dict[str, Any]:
         "agrees": agrees,
         "provider": model.provider,
         "onnxruntime_provider": used,
+        "onnxruntime": str(_import_onnxruntime(model.manifest["min_onnxruntime"]).__version__),
         "cases": len(cases),
         "outputs": outputs,
     }
@@ -1467,7 +1495,7 @@ def _dispatch(options: argparse.Namespace, folder: Path) -> int:
 def _report_lines(report: Mapping[str, Any]) -> str:
     lines = []
     for name, output in report["outputs"].items():
-        verdict = "agrees" if output["agrees"] else "DIFFERS"
+        verdict = "agrees" if output["agrees"] else f"DIFFERS with onnxruntime {report['onnxruntime']}"
         limit = ", ".join(
             f"{key} {value:g}" for key, value in output["limit"].items() if isinstance(value, (int, float))
         )

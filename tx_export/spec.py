@@ -16,12 +16,22 @@ from tx_export.errors import LoadError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BuiltInSpec", "CheckpointSpec", "Dim", "EagerModel", "ModelSpec", "Scores", "TensorSpec", "TextSpec"]
+__all__ = [
+    "BuiltInSpec",
+    "CacheSpec",
+    "CheckpointSpec",
+    "Dim",
+    "EagerModel",
+    "ModelSpec",
+    "Scores",
+    "TensorSpec",
+    "TextSpec",
+]
 
 Scores = Literal["softmax", "sigmoid", "identity"]
 
 _TENSOR = re.compile(
-    r"(?P<name>[A-Za-z_][\w.]*):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^}]+?)\.\.(?P<high>[^}]+)\})?"
+    r"(?P<name>[^\s\[\]{}]+):(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<low>[^}]+?)\.\.(?P<high>[^}]+)\})?"
 )
 _DIM = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:<=(?P<bound>\d+))?")
 
@@ -123,6 +133,20 @@ class TextSpec:
     scores: Scores = "softmax"
 
 
+@dataclass(frozen=True)
+class CacheSpec:
+    """Keys and values of what a generative model has read, [batch, heads, past, head_dim] each for every layer."""
+
+    layers: int
+    heads: int  # of keys and values
+    head_dim: int
+    max_length: int  # prompt and continuation together
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Of the tensors, `what` is past or present."""
+        return tuple(f"{what}.{layer}.{kind}" for layer in range(self.layers) for kind in ("key", "value"))
+
+
 class ModelSpec(abc.ABC):
     """The configuration of a family: a frozen dataclass whose fields are the configuration keys."""
 
@@ -142,6 +166,10 @@ class ModelSpec(abc.ABC):
     @abc.abstractmethod
     def outputs(self) -> tuple[TensorSpec, ...]:
         """What forward returns, in order."""
+
+    def cache(self) -> CacheSpec | None:
+        """Of a model that generates; its module has a cached form."""
+        return None
 
 
 class BuiltInSpec(ModelSpec):
@@ -186,4 +214,5 @@ class EagerModel:
     weights: str  # "shipped", "checkpoint <sha256>", "random seed 0"
     text: TextSpec | None = None
     padding: Literal["any", "right"] = "any"  # the side on which padding is promised to change nothing
+    cache: CacheSpec | None = None  # of a model that generates: the graph has the cached form of the module
     pad_id: int | None = None  # put where the mask is 0, and never drawn elsewhere, when positions are counted from ids

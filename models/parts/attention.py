@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from tx_export.models.parts.masks import KeyMask, visible
 from tx_export.models.parts.positions import Rotation
 
-__all__ = ["Attention", "MultiHeadAttention", "Ops", "PackedSelfAttention", "emitting"]
+__all__ = ["HIDDEN", "Attention", "MultiHeadAttention", "Ops", "PackedSelfAttention", "emitting", "spelling"]
 
 Ops = Literal["fused", "attention", "plain"]
 # What a hidden score becomes: the lowest number of float16, so that it is finite in every precision.
-_HIDDEN = -65504.0
+HIDDEN = -65504.0
 _ops: ContextVar[Ops] = ContextVar("ops", default="plain")
 
 
@@ -36,6 +36,11 @@ def emitting(ops: Ops) -> Iterator[None]:
         yield
     finally:
         _ops.reset(token)
+
+
+def spelling() -> Ops:
+    """How operators are written now: `plain` unless a graph is being made."""
+    return _ops.get() if torch.onnx.is_in_onnx_export() else "plain"
 
 
 class Attention(nn.Module, abc.ABC):
@@ -50,7 +55,7 @@ class Attention(nn.Module, abc.ABC):
         self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool = False, rotation: Rotation | None = None
     ) -> Tensor:
         """q [B, T, H head_dim], k and v [B, S, H head_dim] -> [B, T, d_model]."""
-        ops = _ops.get() if torch.onnx.is_in_onnx_export() else "plain"
+        ops = spelling()
         if rotation is not None:
             rotate = rotation.fused if ops == "fused" else rotation.plain
             q, k = rotate(q, self.num_heads), rotate(k, self.num_heads)
@@ -72,7 +77,7 @@ class Attention(nn.Module, abc.ABC):
         scores = scores if mask.bias is None else scores + mask.bias
         seen = visible(mask, q.shape[1], causal)  # [B, 1, T or 1, S]
         # Without a visible key all scores are equal, and the even weights are then set to zero.
-        weights = scores.masked_fill(~seen, _HIDDEN).softmax(dim=-1)
+        weights = scores.masked_fill(~seen, HIDDEN).softmax(dim=-1)
         return weights * seen.any(dim=-1, keepdim=True)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
@@ -89,7 +94,7 @@ class Attention(nn.Module, abc.ABC):
 
     def _standard(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
         seen = visible(mask, q.shape[1], causal)
-        scores = seen if mask.bias is None else mask.bias.where(seen, mask.bias.new_full((), _HIDDEN))
+        scores = seen if mask.bias is None else mask.bias.where(seen, mask.bias.new_full((), HIDDEN))
         context, *_ = torch.onnx.ops.attention(
             q,
             k,

@@ -108,6 +108,18 @@ class RotaryPositions(nn.Module):
         for name, tensor in (("frequencies", frequencies), ("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, tensor, persistent=False)
 
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the frequencies by factors [head_dim / 2]."""
+        self.frequencies = self.frequencies * factors
+        angles = torch.arange(len(self.cos))[:, None] * self.frequencies
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def turn(self, x: Tensor, start: int) -> Tensor:
+        """x [B, H, S, head_dim] at the positions from `start` on, in and out."""
+        cos, sin = self.cos[start : start + x.shape[2]], self.sin[start : start + x.shape[2]]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
     def forward(self, positions: Tensor) -> Rotation:
         """Of positions int64 [B, T]."""
         return Rotation(positions, self.frequencies, self.cos, self.sin)

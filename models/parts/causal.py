@@ -1,0 +1,176 @@
+"""Causal self-attention with a cache of keys and values, and fewer key and value heads than query heads.
+
+Query head h reads key and value head h // (H / K) (Ainslie et al. 2023). A position is a place in the cache, padding
+counted: rotary angles are relative, so padding on the left changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from tx_export.models.parts.attention import HIDDEN, spelling
+from tx_export.models.parts.norms import RMSNorm
+from tx_export.models.parts.positions import RotaryPositions, counted_positions
+
+__all__ = ["Cache", "CausalMask", "CausalSelfAttention", "NormedCausalSelfAttention", "causal_mask"]
+
+_TURNED_INSIDE = 16  # the fused operator turns heads of a multiple of so many channels
+_PADDING = -10000.0  # added to the scores of padding, as the fused encoder attention does
+
+
+_Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
+
+
+class Cache(NamedTuple):
+    """Of one layer."""
+
+    key: Tensor  # [B, K, P, head_dim], turned already
+    value: Tensor  # [B, K, P, head_dim]
+
+
+class CausalMask(NamedTuple):
+    """What causal attention needs of a mask, computed once for all layers."""
+
+    bias: Tensor  # [B, 1 or H, S, T], added to the scores; what is behind the query is hidden besides
+    last: Tensor  # int32 [B]: T - 1
+    total: Tensor  # int32 []: T
+    places: Tensor  # int64 [B, S] of the new tokens in the cache, T - S to T - 1
+
+
+def causal_mask(attention_mask: Tensor, input_ids: Tensor, dtype: torch.dtype) -> CausalMask:
+    """From attention_mask [B, T], of the cache and the S new tokens, and input_ids [B, S]."""
+    padding = (attention_mask == 0).to(dtype) * _PADDING  # [B, T]
+    # Sums and products with zero instead of sizes: the graph then needs no arithmetic of shapes.
+    rows = (input_ids * 0).to(dtype)[:, None, :, None]
+    last = (attention_mask * 0 + 1).to(torch.int32).sum(dim=1, dtype=torch.int32) - 1
+    counted = counted_positions(input_ids)
+    places = counted + (last[:, None] - counted[:, -1:])
+    return CausalMask(rows + padding[:, None, None, :], last, last.amax(dim=0) + 1, places)
+
+
+class CausalSelfAttention(nn.Module):
+    """Heads of `head_dim` channels; a window of W shows a query its own position and the W - 1 before it."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        output_bias: bool = False,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self._heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.window, self.dropout = window, dropout
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.key = nn.Linear(d_model, num_kv_heads * head_dim, bias)
+        self.value = nn.Linear(d_model, num_kv_heads * head_dim, bias)
+        self.output = nn.Linear(num_heads * head_dim, d_model, output_bias)
+
+    def forward(
+        self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """x [B, S, d_model] behind the P positions of the cache; returns [B, S, d_model] and the cache of P + S."""
+        context, present = self._context(self._packed(x), mask, rotary, past)
+        out: Tensor = self.output(context)
+        return out, present
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """Query, key and value as one product [B, S, (H + 2 K) head_dim]; the graph holds one weight."""
+        parts = (self.query, self.key, self.value)
+        weight = torch.cat([part.weight for part in parts])
+        bias = torch.cat([part.bias for part in parts]) if self.query.bias is not None else None
+        return nn.functional.linear(x, weight, bias)
+
+    def _context(
+        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        if spelling() == "fused" and past is not None:
+            return self._fused(packed, mask, rotary, past)
+        q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(packed))
+        start = 0 if past is None else past.key.shape[2]
+        if rotary is not None:
+            q, k = rotary.turn(q, start), rotary.turn(k, start)
+        if past is not None:
+            k, v = torch.cat((past.key, k), dim=2), torch.cat((past.value, v), dim=2)
+        present, groups = Cache(k, v), self.num_heads // self.num_kv_heads
+        k, v = (repeat(part, "b k t d -> b (k g) t d", g=groups) for part in (k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim) + mask.bias
+        distance = torch.arange(q.shape[2])[:, None] + start - torch.arange(k.shape[2])
+        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        weights = scores.masked_fill(hidden.to(scores.device), HIDDEN).softmax(dim=-1)
+        weights = nn.functional.dropout(weights, self.dropout, self.training)
+        return rearrange(weights @ v, "b h s d -> b s (h d)"), present
+
+    def _split(self, packed: Tensor) -> Sequence[Tensor]:
+        """Query, key and value [B, S, ...]."""
+        return torch.split(packed, [count * self.head_dim for count in self._heads], dim=-1)
+
+    def _for_operator(self, packed: Tensor) -> Sequence[Tensor | None]:
+        """As the fused operator takes them: packed in the place of the query."""
+        return (packed, None, None)
+
+    def _fused(
+        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache
+    ) -> tuple[Tensor, Cache]:
+        batch, tokens, _ = packed.shape
+        grown = (batch, self.num_kv_heads, past.key.shape[2] + tokens, self.head_dim)
+        attributes: _Attributes = {"num_heads": self.num_heads, "kv_num_heads": self.num_kv_heads}
+        qkv: Sequence[Tensor | None] = self._for_operator(packed)
+        tables: tuple[Tensor | None, ...] = (None, None)
+        if rotary is not None and self.head_dim % _TURNED_INSIDE == 0:
+            tables, attributes["do_rotary"] = (rotary.cos, rotary.sin), 1
+        elif rotary is not None:
+            q, k, v = self._split(packed)
+            turn = rotary(mask.places).fused
+            qkv = (turn(q, self.num_heads), turn(k, self.num_kv_heads), v)
+        if self.window is not None:
+            attributes["local_window_size"] = self.window
+        context, key, value = torch.onnx.ops.symbolic_multi_out(
+            "com.microsoft::GroupQueryAttention",
+            (*qkv, past.key, past.value, mask.last, mask.total, *tables, None, mask.bias),
+            attributes,
+            dtypes=[packed.dtype] * 3,
+            shapes=[(batch, tokens, self.num_heads * self.head_dim), grown, grown],
+            version=1,
+        )
+        return context, Cache(key, value)
+
+
+class NormedCausalSelfAttention(CausalSelfAttention):
+    """Each head's query and key are normed before they are turned."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        epsilon: float,
+        bias: bool,
+        window: int | None,
+    ) -> None:
+        super().__init__(d_model, num_heads, num_kv_heads, head_dim, bias, bias, window)
+        self.query_norm, self.key_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
+
+    def _split(self, packed: Tensor) -> Sequence[Tensor]:
+        q, k, v = super()._split(packed)
+        return (self._normed(self.query_norm, q), self._normed(self.key_norm, k), v)
+
+    def _for_operator(self, packed: Tensor) -> Sequence[Tensor | None]:
+        return self._split(packed)
+
+    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        heads = rearrange(x, "b s (h d) -> b s h d", d=self.head_dim)
+        flat: Tensor = rearrange(norm(heads), "b s h d -> b s (h d)")
+        return flat

@@ -1,0 +1,129 @@
+"""Decoder-only Transformers, pre-norm: the plain form, and the form with a cache that is exported.
+
+plain    input_ids, attention_mask [B, T]                                    -> logits [B, T, V]
+cached   input_ids [B, S], attention_mask [B, T], logits_at [L], the cache   -> logits [B, L, V], the cache of T
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tx_export.models.parts.attention import spelling
+from tx_export.models.parts.causal import Cache, CausalMask, CausalSelfAttention, causal_mask
+from tx_export.models.parts.norms import RMSNorm
+from tx_export.models.parts.positions import LearnedPositions, RotaryPositions, running_positions
+
+__all__ = ["CachedDecoder", "Decoder", "DecoderLayer", "SwishFeedForward"]
+
+Norm = nn.LayerNorm | RMSNorm
+
+
+class SwishFeedForward(nn.Module):
+    """down(swish(gate x) * up x), swish(z) = z sigmoid(z) (Shazeer 2020); gate and up are one product in the graph."""
+
+    def __init__(self, d_model: int, d_ff: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(d_model, d_ff, bias), nn.Linear(d_model, d_ff, bias)
+        self.down = nn.Linear(d_ff, d_model, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat((self.gate.weight, self.up.weight))
+        bias = torch.cat((self.gate.bias, self.up.bias)) if self.gate.bias is not None else None
+        gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+        out: Tensor = self.down(_swish(gate) * up)
+        return out
+
+
+def _swish(x: Tensor) -> Tensor:
+    if spelling() != "fused":
+        return nn.functional.silu(x)
+    return torch.onnx.ops.symbolic(
+        "com.microsoft::QuickGelu", (x,), {"alpha": 1.0}, dtype=x.dtype, shape=x.shape, version=1
+    )
+
+
+class DecoderLayer(nn.Module):
+    """x = x + attention(norm(x)); x = x + feed_forward(norm(x)). What was added last comes beside the sum so far."""
+
+    def __init__(
+        self, attention: CausalSelfAttention, feed_forward: nn.Module, norms: tuple[Norm, Norm], dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+        self.attention_norm, self.feed_forward_norm = norms
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, added: Tensor | None, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Tensor, Cache]:
+        normed, x = _normed(self.attention_norm, x, added)
+        attended, present = self.attention(normed, mask, rotary, past)
+        normed, x = _normed(self.feed_forward_norm, x, self.dropout(attended))
+        return x, self.dropout(self.feed_forward(normed)), present
+
+
+def _normed(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of the sum, and the sum."""
+    if added is None:
+        return norm(x), x
+    return norm.after(added, x) if isinstance(norm, RMSNorm) else (norm(x + added), x + added)
+
+
+class Decoder(nn.Module):
+    """The plain form; `positions` are turned by or added, None where neither is; `head` may share the embedding."""
+
+    def __init__(
+        self,
+        words: nn.Embedding,
+        positions: RotaryPositions | LearnedPositions | None,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        head: nn.Linear,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.words, self.positions, self.layers = words, positions, nn.ModuleList(layers)
+        self.norm, self.head, self.dropout = norm, head, nn.Dropout(dropout)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x, _ = self.hidden(input_ids, attention_mask, [None] * len(self.layers))
+        out: Tensor = self.head(x)
+        return out
+
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor, past: Sequence[Cache | None]
+    ) -> tuple[Tensor, list[Cache]]:
+        """Normed hidden states [B, S, d_model], and the cache with the new positions."""
+        x: Tensor = self.words(input_ids)
+        rotary = self.positions if isinstance(self.positions, RotaryPositions) else None
+        mask = causal_mask(attention_mask, input_ids, x.dtype)
+        if isinstance(self.positions, LearnedPositions):
+            x = x + self.positions(running_positions(attention_mask).gather(1, mask.places))
+        x, added, present = self.dropout(x), None, []
+        for layer, cache in zip(self.layers, past, strict=True):
+            x, added, grown = layer(x, added, mask, rotary, cache)
+            present.append(grown)
+        return _normed(self.norm, x, added)[0], present
+
+
+class CachedDecoder(nn.Module):
+    """The cached form over the same parameters, all tensors flat: key and value of each layer."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        input_ids, attention_mask, logits_at, *past = tensors
+        caches = [Cache(key, value) for key, value in zip(past[::2], past[1::2], strict=True)]
+        x, present = self.decoder.hidden(input_ids, attention_mask, caches)
+        logits = self.decoder.head(x.index_select(1, logits_at))
+        return logits, *_flat(present)
+
+
+def _flat(caches: Sequence[Cache]) -> Iterator[Tensor]:
+    for cache in caches:
+        yield from cache
