@@ -25,6 +25,7 @@ class Form:
 
 
 FLOAT = Form("fp32")
+_ORDER = {"static_int8": 0, "smooth": 1}  # ranges go by names that others change; scales come before what rounds them
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,21 @@ def lowered(product: Product, form: Form) -> tuple[ir.Model, ...] | str:
     for part in product.parts:
         graph = part.graph.clone()
         for item in passes_of([(product.name, form)]):
-            outcome = _run(item, graph)
-            if not outcome.modified:
-                return next((left.reason for left in outcome.coverage.left), f"{item.name()} has no form for it")
+            if (reason := _refusal(item, graph)) is not None:
+                return reason
         graphs.append(graph)
     return tuple(graphs)
+
+
+def _refusal(item: GraphPass, graph: ir.Model) -> str | None:
+    """Run it in place; what it says where it changes nothing."""
+    try:
+        outcome = _run(item, graph)
+    except PassError as error:
+        return str(error)
+    if outcome.modified:
+        return None
+    return next((left.reason for left in outcome.coverage.left), f"{item.name()} has no form for it")
 
 
 def passes_of(choice: Sequence[tuple[str, Form]]) -> tuple[GraphPass, ...]:
@@ -107,7 +118,7 @@ def passes_of(choice: Sequence[tuple[str, Form]]) -> tuple[GraphPass, ...]:
     for name, form in choice:
         for item in form.passes:
             only.setdefault(item, []).append(name)
-    ordered = sorted(only, key=lambda item: item.name() != "smooth")  # scales come before what rounds them
+    ordered = sorted(only, key=lambda item: _ORDER.get(item.name(), len(_ORDER)))
     return tuple(dataclasses.replace(item, only=",".join(only[item])) for item in ordered)  # type: ignore[call-arg]
 
 

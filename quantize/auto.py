@@ -80,10 +80,12 @@ class Auto(GraphPass):
         measure_noise(Noises(model, products, context, _some(judged, _POSITIONS)), products, candidates)
         whole = _Whole(model, products, context, _some(judged, _WHOLE_POSITIONS), "accuracy" in budget)
         decision = choose(candidates, self._limits(model, products, budget), whole)
-        _log.warning("auto: the frontier of time and error, the chosen point marked\n%s", table(decision.rows))
+        told = f"the frontier of time and error, the chosen point marked\n{table(decision.rows)}"
+        _log.warning("auto: %s", told)
         if self.chart:
             chart(decision.rows, Path(self.chart))
         coverage = _made(model, products, candidates, refused, decision)
+        coverage = dataclasses.replace(coverage, measured=f"\n## Precision of each product\n\n```\n{told}\n```\n")
         return Outcome(model, coverage.done > 0, coverage, subject="quantized")
 
     def _asked(self) -> dict[str, float]:

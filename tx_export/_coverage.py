@@ -15,7 +15,8 @@ def of_graph_passes(first: Coverage, second: Coverage) -> Coverage:
     left += [item for item in second.left if item.name not in made]
     again = len(first.left) + len(second.left) - len(left)
     stored = (*first.stored, *second.stored)
-    return Coverage(first.done + second.done, first.of + second.of - again, tuple(left), stored=stored)
+    done, of = first.done + second.done, first.of + second.of - again
+    return Coverage(done, of, tuple(left), stored=stored, measured=first.measured + second.measured)
 
 
 def of_module_passes(first: Coverage, second: Coverage) -> Coverage:

@@ -174,7 +174,8 @@ def _write(
     packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
     (folder / "requirements.txt").write_text("\n".join(["# Python 3.11 or later", *packages, ""]), encoding="utf-8")
     seal(folder, manifest)
-    (folder / "REPORT.md").write_text(report(manifest), encoding="utf-8")
+    measured = "".join(coverage.measured for coverage in changed.values())
+    (folder / "REPORT.md").write_text(report(manifest) + measured, encoding="utf-8")
     if options.provider == "cpu" and not runtime.self_test(runtime.Model(folder))["agrees"]:
         raise BudgetError("self-test: the artifact, as written, does not reproduce its samples")
 

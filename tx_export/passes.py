@@ -58,6 +58,7 @@ class Coverage:
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of pruned layers, by number: the heads that stay
     repeat: tuple[Pass, ...] = ()  # what makes the same choice without measuring; empty: the pass as it was given
     stored: tuple[Stored, ...] = ()  # each once, however many read it
+    measured: str = ""  # what REPORT.md tells, in Markdown, and the manifest doesn't: times
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest holds of it."""
