@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from tx_export import _arguments, _console, _tables
+from tx_export.providers.cpu import Cpu
 
 __all__ = ["optimize", "quantize"]
 
@@ -32,6 +33,9 @@ def _shared(command: _Command) -> _Command:
         click.option("--provider", default="cpu", show_default=True, help="Where the result will run."),
         click.option("--target-ort", metavar="X.Y", help="The oldest ONNX Runtime to run on."),
         click.option(
+            "--isa", type=click.Choice(Cpu.isas), help="Of the CPUs to run on; default: any. avx2: without VNNI."
+        ),
+        click.option(
             "-o", "--output", metavar="DIR|NEW.onnx", type=click.Path(path_type=Path), help="Default: artifacts/NAME."
         ),
         click.option("--force", is_flag=True, help="Replace what is there."),
@@ -50,7 +54,7 @@ def _shared(command: _Command) -> _Command:
 def quantize(
     scheme: str | None, passes: str | None, file: Path, inputs: tuple[str, ...], tokenizer: Path | None,
     calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None, provider: str,
-    target_ort: str | None, output: Path | None, force: bool, as_json: bool,
+    target_ort: str | None, isa: str | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Quantize FILE.onnx, optimized first, and prove it against the file itself.
 
@@ -63,8 +67,8 @@ def quantize(
     if passes is None and scheme is None:
         scheme = "dynamic_int8"
     _build(
-        scheme, passes, file, inputs, tokenizer, calibrate, evaluate, budget, max_length, provider, target_ort, output,
-        force, as_json,
+        scheme, passes, file, inputs, tokenizer, calibrate, evaluate, budget, max_length, provider, target_ort, isa,
+        output, force, as_json,
     )  # fmt: skip
 
 
@@ -72,33 +76,35 @@ def quantize(
 @_shared
 def optimize(
     file: Path, inputs: tuple[str, ...], tokenizer: Path | None, calibrate: Path | None, evaluate: Path | None,
-    budget: str | None, max_length: int | None, provider: str, target_ort: str | None, output: Path | None,
-    force: bool, as_json: bool,
+    budget: str | None, max_length: int | None, provider: str, target_ort: str | None, isa: str | None,
+    output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Optimize FILE.onnx by the passes that keep its meaning, and prove it against the file itself.
 
     -o DIR writes an artifact folder, -o NEW.onnx the file alone.
     """
     _build(
-        "none", None, file, inputs, tokenizer, calibrate, evaluate, budget, max_length, provider, target_ort, output,
-        force, as_json,
+        "none", None, file, inputs, tokenizer, calibrate, evaluate, budget, max_length, provider, target_ort, isa,
+        output, force, as_json,
     )  # fmt: skip
 
 
 def _build(
     scheme: str | None, passes: str | None, file: Path, inputs: tuple[str, ...], tokenizer: Path | None,
     calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None, provider: str,
-    target_ort: str | None, output: Path | None, force: bool, as_json: bool,
+    target_ort: str | None, isa: str | None, output: Path | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     if file.suffix != ".onnx":
         raise click.BadParameter(f"{file} doesn't end in .onnx", param_hint="FILE.onnx")
+    if isa is not None and provider != "cpu":
+        raise click.UsageError(f"--isa is for --provider cpu, not {provider}")
     from tx_export._onnx_output import build_onnx
     from tx_export.compiler import BuildOptions
 
     options = BuildOptions(
         source=str(file), inputs=inputs, tokenizer=None if tokenizer is None else str(tokenizer), quantize=scheme,
         passes=passes, calibrate=calibrate, evaluate=evaluate, budget=budget, max_length=max_length,
-        provider=provider, target_ort=target_ort, force=force,
+        provider=provider, target_ort=target_ort, isa=isa, force=force,
     )  # fmt: skip
     with _console.working() as progress:
         path, manifest = build_onnx(options, output, progress)
