@@ -20,7 +20,7 @@ from tx_export import _fake_quantize, cli
 from tx_export._fake_quantize import fake_quantized, read_arithmetic, rounded_activation, rounded_rows
 from tx_export._recipe import pipeline_of
 from tx_export._training_loop import fit
-from tx_export._training_steps import LoopOptions, evaluate
+from tx_export._training_steps import LoopOptions, evaluate, gradients
 from tx_export._training_text import Rows
 from tx_export.artifact import open_graph
 from tx_export.errors import LoadError, PassError, PluginError
@@ -302,6 +302,18 @@ def test_training_wins_back_the_accuracy_that_rounding_afterwards_loses(tmp_path
     # Reference: the float model. Judged with 8 bits, training is at least as good, and not by chance:
     # three standard errors of 1,000 rows are 0.03 where the accuracy is 0.9.
     assert evaluate(rounded, unseen, 32)["accuracy"] >= whole - 0.03
+
+
+def test_recomputed_activations_are_rounded_alike() -> None:
+    found = []
+    for activations in ("keep", "recompute"):
+        module = fake_quantized(_built(_SPEC), _INT8).train()
+        options = LoopOptions(batch_size=16, activations=activations)
+        gradients(module, _planted(16, 3), range(16), options)
+        found.append([weight.grad for weight in module.parameters()])
+    assert all(
+        one is not None and other is not None and torch.equal(one, other) for one, other in zip(*found, strict=True)
+    )
 
 
 def _options(folder: Path, **changes: Any) -> TrainOptions:
