@@ -106,19 +106,28 @@ def test_lists_that_can_not_be_read_are_refused_before_anything_is_built(
     assert not list((tmp_path / "s").iterdir())
 
 
+def test_only_points_that_are_pruned_recover(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n" * 20)
+    shared = BuildOptions(recover=text, steps=3)
+    asked = [point.options(shared) for point in points_of("0,0.5", "0", "none", shared)]
+    assert [(each.prune_heads, each.recover, each.steps) for each in asked] == [(None, None, None), ("0.5", text, 3)]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         ({"budget": "sqnr=20"}, r"^budget: expected KEY=NUMBER, not 'sqnr=20'"),
-        ({"quantize": "none"}, r"^sweep: quantize, prune_heads, passes and output belong to the points$"),
+        ({"quantize": "none"}, r"^sweep: quantize belongs to the points; it can't be shared by all$"),
         ({"size": "huge"}, r"has no size 'huge'"),
+        ({"recover": Path("text.txt")}, r"^--recover: no point is pruned, so there is nothing to recover$"),
     ],
 )
 def test_options_that_no_point_could_have_are_refused_before_anything_is_built(
-    build: dict[str, str], message: str, tmp_path: Path
+    build: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TxExportError, match=message) as refused:
-        sweep.sweep(SweepOptions(tmp_path / "s", BuildOptions("classifier", **build)))  # type: ignore[arg-type]
+        sweep.sweep(SweepOptions(tmp_path / "s", BuildOptions("classifier", **build)))
     assert refused.value.exit_code == 2
 
 
@@ -554,7 +563,10 @@ def test_other_options_are_refused_by_name(options: SweepOptions, builds: list[s
         ({"tokens": (4,)}, r"tokens: \[\] there, \[4\] here"),
         ({"threads": 2}, "threads: 1 there, 2 here"),
         ({"build": dataclasses.replace(options.build, budget="sqnr_db=5")}, "budget: null there, sqnr_db=5 here"),
-        ({"build": dataclasses.replace(options.build, evaluate=None)}, r"eval: [0-9a-f]{60}\.\.\. there, null here"),
+        (
+            {"build": dataclasses.replace(options.build, evaluate=None)},
+            r"evaluate: [0-9a-f]{60}\.\.\. there, null here",
+        ),
     ):
         with pytest.raises(UsageError, match=rf"sweep holds a sweep that was asked otherwise \({told}\); --force"):
             sweep.sweep(_with(options, **changes))

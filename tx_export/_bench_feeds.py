@@ -12,7 +12,7 @@ import numpy as np
 from tx_export.spec import Dim, TensorSpec
 from tx_export.timing import Contender, Shape
 
-__all__ = ["artifact_contender", "within_bounds", "write_feeds"]
+__all__ = ["artifact_contender", "inputs_of", "within_bounds", "write_feeds"]
 
 _SEED = 0
 
@@ -20,6 +20,17 @@ _SEED = 0
 def artifact_contender(name: str, load: Mapping[str, Any]) -> Contender:
     """An artifact by its own run.py; `load` holds its folder, the folder of the feeds, provider and threads."""
     return Contender(name, (sys.executable, "-m", "tx_export._bench_worker", "artifact"), load)
+
+
+def inputs_of(manifest: Mapping[str, Any]) -> list[TensorSpec]:
+    """From the manifest's form: name, dtype, dims as text, and maybe a range."""
+    return [
+        TensorSpec.parse(
+            f"{item['name']}:{item['dtype']}[{','.join(map(str, item['dims']))}]"
+            + ("{{{}..{}}}".format(*item["range"]) if item.get("range") else "")
+        )
+        for item in manifest["inputs"]
+    ]
 
 
 def within_bounds(

@@ -29,6 +29,8 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> tupl
 @click.option(
     "--input", "inputs", metavar="SPEC", multiple=True, help="NAME:DTYPE[DIM,...]{LO..HI} of a module; repeat."
 )
+@click.option("--recover", type=_arguments.FILE, help="Text that each pruned point learns on from the whole model.")
+@click.option("--steps", type=click.IntRange(min=1), help="Of --recover; default: 1000.")
 @click.option("--calibrate", type=_arguments.FILE, help="Text for choices and for measuring drift, one a line.")
 @click.option("--eval", "evaluate", type=_arguments.FILE, help="Labelled text, for the accuracy.")
 @click.option("--budget", metavar="KEY=X,...", help="What each point must keep to, as in build.")
@@ -45,9 +47,9 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> tupl
 @_arguments.debug
 def sweep(
     source: str | None, prune_heads: str, prune_ffn: str, quantize: str, output: Path, size: str,
-    settings: dict[str, str], weights: str | None, task: str | None, inputs: tuple[str, ...], calibrate: Path | None,
-    evaluate: Path | None, budget: str | None, max_length: int | None, tokens: tuple[int, ...], threads: int | None,
-    keep: Literal["all", "frontier", "none"], force: bool, as_json: bool,
+    settings: dict[str, str], weights: str | None, task: str | None, inputs: tuple[str, ...], recover: Path | None,
+    steps: int | None, calibrate: Path | None, evaluate: Path | None, budget: str | None, max_length: int | None,
+    tokens: tuple[int, ...], threads: int | None, keep: Literal["all", "frontier", "none"], force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Build SOURCE at every combination of the lists, and show which points are worth having.
 
@@ -60,8 +62,8 @@ def sweep(
     from tx_export.sweep import SweepOptions, sweep, table
 
     build = BuildOptions(
-        source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, calibrate=calibrate,
-        evaluate=evaluate, budget=budget, max_length=max_length,
+        source=source, size=size, settings=settings, weights=weights, task=task, inputs=inputs, recover=recover,
+        steps=steps, calibrate=calibrate, evaluate=evaluate, budget=budget, max_length=max_length,
     )  # fmt: skip
     options = SweepOptions(
         output=output, build=build, prune_heads=prune_heads, prune_ffn=prune_ffn, quantize=quantize, tokens=tokens,

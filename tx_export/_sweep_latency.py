@@ -7,11 +7,13 @@ which the machine may have changed. So what is compared is each point's ratio to
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tx_export._bench_feeds import artifact_contender
+from tx_export._bench_feeds import artifact_contender, inputs_of, write_feeds
+from tx_export.runtime import read_manifest
 from tx_export.timing import Plan, Shape, compare, measure
 
 __all__ = ["Latency", "put_on_one_scale", "time_beside"]
@@ -29,11 +31,17 @@ def time_beside(
 ) -> Latency:
     """Of the artifact of a point: its p50_ms, that of the reference in the same rounds, and its ratio to that.
 
-    `load` holds the folder of the feeds, provider and threads.
+    `load` holds provider and threads.
     """
-    folders = list(dict.fromkeys((reference, point)))
-    contenders = [artifact_contender(folder.name, {**load, "artifact": str(folder.resolve())}) for folder in folders]
-    timings = measure(contenders, shapes, progress, plan)
+    with tempfile.TemporaryDirectory(prefix="tx-export-sweep-") as scratch:
+        contenders = []
+        for folder in dict.fromkeys((reference, point)):
+            feeds = Path(scratch) / folder.name  # of its own: a cache has as many heads as are left
+            feeds.mkdir()
+            write_feeds(feeds, inputs_of(read_manifest(folder)), shapes)
+            what = {**load, "artifact": str(folder.resolve()), "feeds": str(feeds)}
+            contenders.append(artifact_contender(folder.name, what))
+        timings = measure(contenders, shapes, progress, plan)
     found = {}
     for shape in shapes:
         here = [timing for timing in timings if timing.shape == shape]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,8 @@ __all__ = ["Keep", "SweepOptions", "decisive", "load_source", "shared_by_all"]
 Keep = Literal["all", "frontier", "none"]
 
 _AXES = ("prune_heads", "prune_ffn", "quantize")
-_SHARED = ("size", "task", "budget", "max_length", "provider", "target_ort", "ops")
+_OF_POINTS = ("quantize", "prune_heads", "passes", "output")
+_SAID_OTHERWISE = (*_OF_POINTS, "source", "weights", "force")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class SweepOptions:
 def shared_by_all(options: SweepOptions) -> BuildOptions:
     """UsageError where it holds what belongs to the points, PluginError for a budget that can't be read."""
     build = options.build
-    if (build.quantize, build.prune_heads, build.passes, build.output) != (None, None, None, None):
-        raise UsageError("sweep: quantize, prune_heads, passes and output belong to the points")
+    if given := [name for name in _OF_POINTS if getattr(build, name) is not None]:
+        raise UsageError(f"sweep: {given[0]} belongs to the points; it can't be shared by all")
     if build.budget is not None:
         Budget.parse(build.budget)
     return dataclasses.replace(build, force=True)  # an artifact without a row is ours: the sweep was stopped behind it
@@ -62,27 +63,24 @@ def load_source(build: BuildOptions) -> EagerModel:
         weights=build.weights,
         task=build.task,
         inputs=build.inputs,
+        tokenizer=build.tokenizer,
         max_length=build.max_length,
     )
 
 
 def decisive(options: SweepOptions, points: Sequence[Point], model: EagerModel) -> dict[str, Any]:
     """All that decides the figures, as JSON; of a user's module the file that it is in, not what that imports."""
-    build = options.build
     described = (model.task, model.inputs, model.outputs, sorted(model.config.items()), model.text)
+    shared = {item.name: getattr(options.build, item.name) for item in dataclasses.fields(BuildOptions)}
     return {
         "source": model.source,
         **{axis: list(dict.fromkeys(getattr(point, axis) for point in points)) for axis in _AXES},
-        **{name: getattr(build, name) for name in _SHARED},
-        "settings": dict(sorted(build.settings.items())),
-        "inputs": list(build.inputs),
+        **{name: _as_json(name, value) for name, value in shared.items() if name not in _SAID_OTHERWISE},
         "tokens": list(options.tokens),
         "keep": options.keep,
         "weights": model.weights,
         "model": hashlib.sha256(repr(described).encode()).hexdigest(),
-        "code": _digest("source", _code(build.source)),
-        "calibrate": _digest("--calibrate", build.calibrate),
-        "eval": _digest("--eval", build.evaluate),
+        "code": _as_json("source", _code(options.build.source)),
         "threads": options.threads or available_threads(),
         "cpu": cpu_name(),
         "versions": {"tx-export": __version__} | {name: version(name) for name in ("torch", "onnxruntime")},
@@ -94,8 +92,13 @@ def _code(source: str | None) -> Path | None:
     return Path(file) if file.endswith(".py") else None
 
 
-def _digest(option: str, path: Path | None) -> str | None:
-    try:
-        return None if path is None else digest(path)
-    except OSError as error:
-        raise LoadError(f"{option} {path}: can't be read: {error.strerror or error}") from error
+def _as_json(name: str, value: Any) -> Any:
+    """Of a file what it holds, not where it is."""
+    if isinstance(value, Path):
+        try:
+            return digest(value)
+        except OSError as error:
+            raise LoadError(f"{name}: {value} can't be read: {error.strerror or error}") from error
+    if isinstance(value, Mapping):
+        return dict(sorted(value.items()))
+    return list(value) if isinstance(value, tuple) else value

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tx_export._recipe import pipeline_of
+from tx_export._recovery import read_recovery
 from tx_export.compiler import BuildOptions
 from tx_export.runtime import UsageError
 
@@ -34,9 +35,13 @@ class Point:
         return f"heads{self.prune_heads:g}{neurons}-{passes}"[:_LONGEST]
 
     @property
+    def prunes(self) -> bool:
+        return self.prune_heads > 0 or self.prune_ffn > 0
+
+    @property
     def is_exact(self) -> bool:
         """Whether nothing is done that costs precision."""
-        return (self.prune_heads, self.prune_ffn, self.quantize) == (0, 0, "none")
+        return not self.prunes and self.quantize == "none"
 
     def options(self, shared: BuildOptions) -> BuildOptions:
         """What `build` is asked for."""
@@ -44,20 +49,26 @@ class Point:
         if self.prune_ffn:
             passes.insert(0, f"prune_ffn{{ratio={self.prune_ffn}}}")
         heads = str(self.prune_heads) if self.prune_heads else None
+        if not self.prunes:  # there is nothing to recover from
+            shared = dataclasses.replace(shared, recover=None, steps=None)
         return dataclasses.replace(shared, prune_heads=heads, quantize=" ".join(passes) or "none")
 
 
 def points_of(prune_heads: str, prune_ffn: str, quantize: str, shared: BuildOptions) -> tuple[Point, ...]:
     """Every combination of the three lists, the last one varying first.
 
-    UsageError for a list that can't be read or a point that stands twice, PluginError for a pass that isn't there.
+    UsageError for a list that can't be read or a point that stands twice, PluginError for a pass that isn't there,
+    LoadError for text that is too little to recover on.
     """
     ratios = [tuple(_ratios(*each)) for each in (("--prune-heads", prune_heads), ("--prune-ffn", prune_ffn))]
     points = tuple(itertools.starmap(Point, itertools.product(*ratios, _items("--quantize", quantize))))
+    if (shared.recover, shared.steps) != (None, None) and not any(point.prunes for point in points):
+        raise UsageError("--recover: no point is pruned, so there is nothing to recover")
     seen: set[str] = set()
     for point in points:
         asked = point.options(shared)
         pipeline, _ = pipeline_of(asked.provider, asked.ops, asked.quantize, asked.prune_heads, asked.passes)
+        read_recovery(asked.recover, asked.steps, pipeline)
         if not seen.isdisjoint(same := {point.name, str(pipeline)}):
             raise UsageError(f"sweep: the point {point.name} is asked for twice")
         seen |= same

@@ -9,10 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tx_export._bench_feeds import artifact_contender, within_bounds, write_feeds
+from tx_export._bench_feeds import artifact_contender, inputs_of, within_bounds, write_feeds
 from tx_export._bench_report import chart, record, remarks, table
 from tx_export.runtime import UsageError, available_threads, cpu_name, read_manifest
-from tx_export.spec import TensorSpec
 from tx_export.timing import Contender, Plan, Shape, Timing, compare, measure
 
 __all__ = ["bench", "chart", "record", "remarks", "table"]
@@ -39,7 +38,7 @@ def bench(
     if unknown := [name for name in against if name not in _AGAINST]:
         raise UsageError(f"bench: unknown contender {unknown[0]!r}; known: {', '.join(_AGAINST)}")
     manifest = read_manifest(artifact)
-    inputs = [_tensor(item) for item in manifest["inputs"]]
+    inputs = inputs_of(manifest)
     shapes = list(within_bounds(inputs, batch, tokens, progress))
     if not shapes:
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
@@ -59,12 +58,6 @@ def bench(
         contenders.append(artifact_contender(name, load))
         timings = measure(contenders, shapes, progress, plan)
     return _report(manifest, name, threads, _rows(timings, shapes, name))
-
-
-def _tensor(item: Mapping[str, Any]) -> TensorSpec:
-    """From the manifest's form: name, dtype, dims as text, and maybe a range."""
-    values = "{{{}..{}}}".format(*item["range"]) if item.get("range") else ""
-    return TensorSpec.parse(f"{item['name']}:{item['dtype']}[{','.join(map(str, item['dims']))}]{values}")
 
 
 def _possible(against: tuple[str, ...], source: str, progress: Callable[[str], None]) -> tuple[str, ...]:

@@ -25,14 +25,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tx_export import compiler
-from tx_export._bench_feeds import within_bounds, write_feeds
+from tx_export._bench_feeds import within_bounds
 from tx_export._sweep_latency import put_on_one_scale, time_beside
 from tx_export._sweep_options import Keep, SweepOptions, decisive, load_source, shared_by_all
 from tx_export._sweep_points import Point, points_of
@@ -92,10 +91,7 @@ def sweep(options: SweepOptions, progress: Progress = lambda line: None, plan: P
     record = Record(options.output, asked, [point.name for point in points])
     record.resume(options.force)
     _build(record, points, shared, progress)
-    with tempfile.TemporaryDirectory(prefix="tx-export-sweep-") as feeds:
-        write_feeds(Path(feeds), inputs, shapes)
-        load = {"provider": shared.provider, "threads": asked["threads"], "feeds": feeds}
-        _time(record, shapes, load, progress, plan)
+    _time(record, shapes, {"provider": shared.provider, "threads": asked["threads"]}, progress, plan)
     _finish(record, options.keep)
     return record.to_json()
 
