@@ -133,7 +133,7 @@ def _store(graph: ir.Graph, half: Half, lowered: Collection[ir.Node]) -> tuple[S
         value.const_value = ir.tensor(array.astype(half.dtype.numpy()), name=value.name)
         value.type = ir.TensorType(half.dtype)
         if array.ndim > 1:
-            weights.append(Stored(value.name or "", array.nbytes, array.nbytes // 2, half.name))
+            weights.append(Stored((value.name or "").removesuffix(".T"), array.nbytes, array.nbytes // 2, half.name))
     return tuple(weights)
 
 

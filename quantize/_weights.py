@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,11 +11,22 @@ import onnx_ir as ir
 
 from tx_export._graph import add_initializer, add_node, array_of, replace
 from tx_export.errors import PassError
+from tx_export.passes import Left
 
-__all__ = ["attention_left", "candidates", "check_finite", "chosen", "name_of", "part_attention", "weight_of"]
+__all__ = [
+    "already",
+    "attention_left",
+    "candidates",
+    "check_finite",
+    "chosen",
+    "name_of",
+    "part_attention",
+    "weight_of",
+]
 
 _PRODUCTS = (("", "MatMul"), ("", "Gemm"), ("com.microsoft", "Attention"))
 _STORED = (np.int8, np.uint8)  # by a pass that ran before
+_QUANTIZED = ("MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QAttention", "QLinearMatMul")
 _LAST_AXIS = {"axis": ir.AttrInt64("axis", -1)}
 
 
@@ -24,6 +36,12 @@ def candidates(graph: ir.Graph, only: str) -> list[ir.Node]:
     nodes = [*products, *(node for node in graph if node.op_type == "Gather" and _is_table(array_of(node.inputs[0])))]
     weights = {weight_of(node) for node in nodes} if not only.strip() else chosen("only", only, nodes)
     return [node for node in nodes if weight_of(node) in weights]
+
+
+def already(graph: ir.Graph) -> tuple[Left, ...]:
+    """Where there was nothing to do: what the products are already."""
+    counted = Counter(node.op_type for node in graph if node.op_type in _QUANTIZED)
+    return tuple(Left(name, f"{number} products have quantized weights already") for name, number in counted.items())
 
 
 def _is_table(array: np.ndarray | None) -> bool:

@@ -26,6 +26,10 @@ class Bfloat16(HalfPass):
     half: ClassVar[Half] = BFLOAT16
     budget: ClassVar[str | None] = "sqnr_db=22"  # 18 dB, three bits, fewer than float16
 
+    def __post_init__(self) -> None:
+        if not self.keep_io:
+            raise ValueError("keep_io=false: NumPy has no bfloat16, so run.py could neither feed nor read such arrays")
+
     def call(self, model: ir.Model) -> Outcome:
         if self.context is not None and self.context.provider == "cpu":
             raise PassError(

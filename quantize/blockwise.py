@@ -17,6 +17,7 @@ from tx_export._releases import first_release
 from tx_export.passes import Coverage, GraphPass, Left, Outcome, Stored
 from tx_export.quantize._blocks import METHODS, quantize, stored_bytes
 from tx_export.quantize._weights import (
+    already,
     attention_left,
     candidates,
     check_finite,
@@ -71,7 +72,8 @@ class Blockwise(GraphPass):
             elif reason != "both operands are computed":  # no weight, nothing to quantize
                 left.append(Left(name, reason))
         RemoveUnusedNodesPass()(model)
-        coverage = Coverage(done, done + len(left), tuple(left), stored=tuple(rewrite.stored))
+        told = tuple(left) if left or done else already(model.graph)
+        coverage = Coverage(done, done + len(left), told, stored=tuple(rewrite.stored))
         return Outcome(model, done > 0, coverage, subject="quantized")
 
     def _candidates(self, graph: ir.Graph) -> list[ir.Node]:

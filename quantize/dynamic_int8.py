@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from tx_export._graph import add_node, array_of, linear_at, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 from tx_export.quantize._int8_weights import Int8Weights
-from tx_export.quantize._weights import attention_left, candidates, name_of, part_attention
+from tx_export.quantize._weights import already, attention_left, candidates, name_of, part_attention
 
 __all__ = ["DynamicInt8"]
 
@@ -56,7 +56,8 @@ class DynamicInt8(GraphPass):
             elif reason != "both operands are computed":  # no weight, nothing to quantize
                 left.append(Left(name, reason))
         RemoveUnusedNodesPass()(model)
-        coverage = Coverage(done, done + len(left), tuple(left), stored=tuple(rewrite.weights.made))
+        told = tuple(left) if left or done else already(model.graph)
+        coverage = Coverage(done, done + len(left), told, stored=tuple(rewrite.weights.made))
         return Outcome(model, done > 0, coverage, subject="quantized")
 
 

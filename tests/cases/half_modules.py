@@ -64,3 +64,20 @@ class RootMeanSquare(nn.Module):
         x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
         out: Tensor = x + self.down(self.up(x).relu())
         return out
+
+
+class Features(nn.Module):
+    """An encoder over numbers that aren't whole, whose inputs and outputs can be half themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(96, 4, 192, batch_first=True)
+        self.head = nn.Linear(96, 3)
+
+    @staticmethod
+    def tx_inputs() -> list[str]:
+        return ["x:float32[batch,tokens<=64,96]"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(x))
+        return out

@@ -22,8 +22,8 @@ from torch import nn
 
 from tx_export._emulation import emulated
 from tx_export.artifact import open_graph, seal
-from tx_export.compiler import BuildOptions, build
-from tx_export.errors import PassError
+from tx_export.compiler import BuildOptions, build, compare
+from tx_export.errors import PassError, TxExportError
 from tx_export.export import Target, export
 from tx_export.load import load
 from tx_export.optimize.fold_constants import FoldConstants
@@ -32,7 +32,7 @@ from tx_export.optimize.pack_qkv import PackQkv
 from tx_export.passes import Context, Coverage, Outcome
 from tx_export.providers.cpu import Cpu
 from tx_export.quantize.float16 import Float16
-from tx_export.runtime import Model, read_manifest
+from tx_export.runtime import Model, read_manifest, self_test
 from tx_export.spec import EagerModel
 from tx_export.verify import default_lines, eager_runner, split_lines, text_feeds
 
@@ -246,3 +246,25 @@ def test_a_build_of_bfloat16_for_cuda_is_judged_by_emulation_on_the_cpu(hf_check
     assert any(left["name"] == "verification" for left in manifest["quantized"]["left"])
     weights = [value.dtype for value in ir.load(folder / "model.onnx").graph.initializers.values()]
     assert ir.DataType.BFLOAT16 in weights and ir.DataType.FLOAT not in weights
+
+
+def test_inputs_and_outputs_can_be_half_as_manifest_runtime_self_test_and_compare_have_them(tmp_path: Path) -> None:
+    source = f"{_MODULES}:Features"
+    folder = build(BuildOptions(source=source, quantize="float16{keep_io=false}", output=tmp_path / "features"))
+    manifest, graph = read_manifest(folder), ir.load(folder / "model.onnx").graph
+    ends = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
+    assert ends == {"x": ir.DataType.FLOAT16, "output_0": ir.DataType.FLOAT16}
+    assert [(item["name"], item["dtype"]) for key in ("inputs", "outputs") for item in manifest[key]] == [
+        ("x", "float16"),
+        ("output_0", "float16"),
+    ]
+    x = np.random.default_rng(1).normal(size=(3, 17, 96)).astype(np.float32)
+    model, opened_here = load(source), Model(folder, threads=1)
+    expected = eager_runner(model)({"x": x})["output_0"]
+    found = opened_here.run_arrays({"x": x})["output_0"]  # rounded to half on the way in
+    assert found.dtype == np.float16 and error(expected, found) <= _BOUND
+    assert np.array_equal(opened_here.run_arrays({"x": x.astype(np.float16)})["output_0"], found)
+    with pytest.raises(TxExportError, match="input 'x': float32 values don't fit into float16"):
+        opened_here.run_arrays({"x": x * np.float32(1e6)})
+    assert self_test(opened_here)["agrees"]
+    assert compare(folder, source)["verdict"] == "pass"

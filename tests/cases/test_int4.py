@@ -12,22 +12,24 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tx_export import cli
+from tx_export import cli, runtime
 from tx_export.artifact import open_graph, write_graph
 from tx_export.compiler import BuildOptions, build
-from tx_export.errors import LoadError, PassError
+from tx_export.errors import LoadError, PassError, TxExportError
 from tx_export.export import Target, export
 from tx_export.load import load
 from tx_export.optimize.fold_constants import FoldConstants
-from tx_export.passes import Coverage, Outcome
+from tx_export.passes import Context, Coverage, Outcome, Pipeline
 from tx_export.providers.cpu import Cpu
 from tx_export.quantize.blockwise import Blockwise
+from tx_export.quantize.dynamic_int8 import DynamicInt8
 from tx_export.runtime import read_manifest
 from tx_export.spec import EagerModel
 from tx_export.testing import eager_model
@@ -298,3 +300,44 @@ def test_b129_a_pass_that_meets_such_a_weight_names_it_too(classifier: Case) -> 
     _, exported = _changed(classifier, change)
     with pytest.raises(PassError, match=r"head\.weight: 2 of 288 weights are NaN or infinite"):
         Blockwise().call(ir.from_proto(exported))
+
+
+def test_b121_int8_asked_for_on_a_graph_that_is_int4_already_is_a_clear_error(classifier: Case) -> None:
+    model, exported = classifier
+    context = Context(model.module, (), lambda graph: lambda feeds: {})
+    pipeline = Pipeline((Blockwise(), DynamicInt8()))
+    message = r"^pass dynamic_int8 changed nothing \(MatMulNBits: 13 products have quantized weights already\)$"
+    with pytest.raises(PassError, match=message):
+        pipeline.run_graph(ir.from_proto(exported), context, {"blockwise", "dynamic_int8"}, lambda item, outcome: None)
+
+
+def test_b121_int8_takes_what_int4_was_not_asked_for_and_both_are_counted(cls_weights: Path, tmp_path: Path) -> None:
+    passes = "fold_constants pack_qkv dynamic_int8{only=encoder.layers} blockwise{only=head, bits=8}"
+    folder = build(BuildOptions(source="classifier", weights=str(cls_weights), passes=passes, output=tmp_path / "a"))
+    quantized = read_manifest(folder)["quantized"]
+    # 2 layers of 4 products, and the head; the tables are nobody's.
+    assert (quantized["done"], quantized["of"], quantized["left"]) == (9, 9, [])
+    forms = {item["name"]: item["form"] for item in quantized["stored"]}
+    assert forms["head.weight"] == "int8" and forms["encoder.layers.1.attention.qkv.weight"] == "int8"
+    assert forms["encoder.embedding.weight"] == "float32" and len(forms) == 11
+    assert quantized["multiply_adds"] == {"int8": 1.0}
+    operators = [node.op_type for node in ir.load(folder / "model.onnx").graph]
+    assert (operators.count("QAttention"), operators.count("MatMulNBits")) == (2, 1)
+
+
+def test_b138_the_runtime_that_fails_is_named_with_its_version(
+    cls_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a"
+    build(BuildOptions(source="classifier", weights=str(cls_weights), quantize="blockwise", output=folder))
+    assert read_manifest(folder)["min_onnxruntime"] == "1.23.0"  # GatherBlockQuantized with zero points
+    # A stand-in for a release that gives nonsense.
+    monkeypatch.setattr(
+        runtime.Model, "run_arrays", lambda self, feeds: {"logits": np.zeros((len(feeds["input_ids"]), 3))}
+    )
+    assert runtime.main(["--self-test"], folder) == 1
+    assert f"DIFFERS with onnxruntime {onnxruntime.__version__}\n" in capsys.readouterr().out
+    # And one that has no such operator.
+    monkeypatch.setattr(onnxruntime, "__version__", "1.16.3")
+    with pytest.raises(TxExportError, match=r"^onnxruntime is too old: needs >= 1\.23\.0, found 1\.16\.3$"):
+        runtime.Model(folder)

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from tx_export._emulation import emulated
-from tx_export.errors import PassError
+from tx_export.errors import PassError, PluginError
 from tx_export.passes import Context, Outcome
 from tx_export.quantize.bfloat16 import Bfloat16
 from tx_export.testing import matmul_model
@@ -72,3 +72,8 @@ def test_the_lowest_float32_would_become_infinite_and_stays() -> None:
     outcome = narrow(graph("float[n, 4] x", "float[n, 4] y", weights, "a = MatMul (x, w) y = Max (a, c)"))
     left = outcome.coverage.left[0]
     assert (left.name, left.reason) == ("y", "its constant c reaches 3.403e+38, over 3.39e+38")
+
+
+def test_inputs_and_outputs_of_bfloat16_are_refused_as_numpy_has_none() -> None:
+    with pytest.raises(PluginError, match=r"bfloat16: keep_io=false: NumPy has no bfloat16"):
+        Bfloat16.parse("keep_io=false")
