@@ -17,7 +17,7 @@ __all__ = ["Products", "products_of", "weight_at"]
 
 @dataclass(frozen=True)
 class Products:
-    """All that read `x`, in order, and may be scaled."""
+    """All that read `x`, in order, and whose weights nothing else reads."""
 
     x: ir.Value
     nodes: tuple[ir.Node, ...]
@@ -26,13 +26,17 @@ class Products:
     def names(self) -> tuple[str, ...]:
         return tuple(name_of(node) for node in self.nodes)
 
+    @property
+    def channels(self) -> int:
+        return len(weight_at(self.nodes[0])[0])
+
     def weight(self) -> np.ndarray:
         """[K, N], side by side."""
         return np.concatenate([weight_at(node)[0] for node in self.nodes], axis=1)
 
     def folds(self) -> bool:
         """Whether what makes x can divide it, so that it costs nothing at run time."""
-        return fold(self.x, self.nodes, np.ones(len(weight_at(self.nodes[0])[0]), np.float32)) is not None
+        return fold(self.x, self.nodes, np.ones(self.channels, np.float32)) is not None
 
     def divide(self, scale: np.ndarray) -> None:
         """x / scale into the products, whose weights take the scale [K]."""
@@ -41,12 +45,17 @@ class Products:
             self._multiply(1 / scale)
         else:
             apply_edits(edits)
+        self.replace_weight(self.weight() * scale[:, None])
+
+    def replace_weight(self, weight: np.ndarray) -> None:
+        """By one like `weight`."""
+        start = 0
         for node in self.nodes:
-            weight, turned = weight_at(node)
-            scaled = weight * scale[:, None]
-            value = weight_of(node)
+            old, turned = weight_at(node)
+            part = weight[:, start : start + old.shape[1]]
+            value, start = weight_of(node), start + old.shape[1]
             assert value is not None
-            rescale(value, scaled.T if turned else scaled)
+            rescale(value, part.T if turned else part)
 
     def _multiply(self, inverse: np.ndarray) -> None:
         first = self.nodes[0]
@@ -59,7 +68,7 @@ class Products:
 
 
 def products_of(graph: ir.Graph, only: str) -> tuple[list[Products], list[Left]]:
-    """Those that `only` names, and which of them can't be scaled."""
+    """Those that `only` names, and which of them have to stay as they are."""
     by_input: dict[ir.Value, list[ir.Node]] = {}
     left = []
     for node in candidates(graph, only):

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tx_export import plugins
 from tx_export.errors import PassError
 from tx_export.passes import Context, Coverage, GraphPass, Left, Outcome
 from tx_export.quantize._smooth_products import Products, products_of, weight_at
-from tx_export.quantize._smooth_search import STRENGTHS, Choice, halves, scale_of, search
+from tx_export.quantize._smooth_search import STRENGTHS, Choice, scale_of, search
 from tx_export.quantize._smooth_text import format_scales, parse_scales
+from tx_export.quantize._smooth_trial import parts, worse
 from tx_export.quantize._weights import name_of
 
 __all__ = ["Smooth"]
@@ -69,33 +69,19 @@ class Smooth(GraphPass):
         if self.context is None:
             raise PassError("scales are found on calibration text: run smooth in a build, or give it scales")
         strengths = STRENGTHS if self.strength is None else (self.strength,)
-        parts = halves(self.context)
-        found = search(model, inputs, strengths, parts)
+        choosing, judging = parts(self.context, every=2)
+        found = search(model, inputs, strengths, choosing, judging)
         reasons = [_reason(choice) for choice in found]
         chosen = [choice for choice, reason in zip(found, reasons, strict=True) if reason is None]
-        if (worse := self._worse(model, chosen, parts[1])) is not None:
-            chosen, reasons = [], [reason or worse for reason in reasons]
+        if chosen and (reason := self._worse(model, chosen, judging)) is not None:
+            chosen, reasons = [], [known or reason for known in reasons]
         left = [(choice, reason) for choice, reason in zip(found, reasons, strict=True) if reason is not None]
         return chosen, [Left(name, reason) for choice, reason in left for name in choice.products.names]
 
     def _worse(self, model: ir.Model, chosen: Sequence[Choice], context: Context) -> str | None:
-        """What these scales make worse of the whole model in 8 bits, on text that the ranges don't come from."""
-        if context.drift is None or not chosen:
-            return None
-        smooth = model.clone()
-        dataclasses.replace(self, scales=_text(chosen))(smooth)
-        before, after = (_drift(graph, context) for graph in (model.clone(), smooth))
-        for key in ("sqnr_db", "cosine"):
-            if key in before and after[key] < before[key]:
-                return f"the whole in 8 bits gets worse: {key} {after[key]:.4g} instead of {before[key]:.4g}"
-        return None
-
-
-def _drift(model: ir.Model, context: Context) -> Mapping[str, float]:
-    """Of the graph in 8 bits; nobody else needs it."""
-    plugins.find("pass", "dynamic_int8")()(model)
-    assert context.drift is not None
-    return context.drift(context.open(model), context.feeds)
+        smoothed = model.clone()
+        dataclasses.replace(self, scales=_text(chosen))(smoothed)
+        return worse(model.clone(), smoothed, context)
 
 
 def _steps(name: str, listed: Mapping[int, int], channels: int) -> np.ndarray:
