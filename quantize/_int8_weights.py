@@ -13,12 +13,23 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export._graph import Linear, add_initializer, add_node, array_of, replace
-from tx_export.passes import Stored
+from tx_export.passes import Context, Stored
 from tx_export.quantize._weights import check_finite
 
-__all__ = ["Int8Weights"]
+__all__ = ["Int8Weights", "check_pair_bits", "pair_bits_for"]
 
 _Largest = Callable[[np.ndarray], np.ndarray]
+
+
+def check_pair_bits(bits: int) -> None:
+    """ValueError for what is no option."""
+    if bits not in (0, 16, 32):
+        raise ValueError(f"pair_bits is {bits}; allowed: 0, 16, 32")
+
+
+def pair_bits_for(bits: int, context: Context | None) -> int:
+    """What the option of a pass becomes where it is left to the instruction set."""
+    return 16 if bits == 0 and context is not None and context.isa == "avx2" else bits
 
 
 class Int8Weights:

@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from tx_export._graph import add_node, array_of, linear_at, replace
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
-from tx_export.quantize._int8_weights import Int8Weights
+from tx_export.quantize._int8_weights import Int8Weights, check_pair_bits, pair_bits_for
 from tx_export.quantize._weights import already, attention_left, candidates, name_of, part_attention
 
 __all__ = ["DynamicInt8"]
@@ -36,12 +36,11 @@ class DynamicInt8(GraphPass):
     budget: ClassVar[str | None] = "sqnr_db=10"
 
     def __post_init__(self) -> None:
-        if self.pair_bits not in (0, 16, 32):
-            raise ValueError(f"pair_bits is {self.pair_bits}; allowed: 0, 16, 32")
+        check_pair_bits(self.pair_bits)
 
     def call(self, model: ir.Model) -> Outcome:
-        if self.pair_bits == 0 and self.context is not None and self.context.isa == "avx2":
-            chosen = dataclasses.replace(self, pair_bits=16)
+        if (bits := pair_bits_for(self.pair_bits, self.context)) != self.pair_bits:
+            chosen = dataclasses.replace(self, pair_bits=bits)
             outcome = chosen.call(model)
             outcome.coverage = dataclasses.replace(outcome.coverage, repeat=(chosen,))
             return outcome

@@ -20,7 +20,7 @@ from tx_export._graph import Linear, add_initializer, add_node, linear_at, repla
 from tx_export.errors import PassError
 from tx_export.passes import Coverage, GraphPass, Left, Outcome
 from tx_export.quantize._calibration import observe
-from tx_export.quantize._int8_weights import Int8Weights
+from tx_export.quantize._int8_weights import Int8Weights, check_pair_bits, pair_bits_for
 from tx_export.quantize._static_attention import int8_attention, operands, scores_left, slower
 from tx_export.quantize._static_histogram import Histogram
 from tx_export.quantize._static_ranges import METHODS, Range, find, read, write
@@ -43,6 +43,7 @@ class StaticInt8(GraphPass):
     min_elements: int = 4096  # of a table; smaller ones gain nothing
     attention: str = "float"  # or int8, the operands of its products; or measured, whichever is quicker here
     only: str = ""  # weights, or modules with all of theirs, separated by commas; empty: all
+    pair_bits: int = 0  # that hold the sum of two products: 16 on x86 without VNNI, else 32; 0: 16 for --isa avx2
     ranges: str = ""  # NAME:LOW:HIGH of each activation, with blanks between; empty: found on the text
 
     budget: ClassVar[str | None] = "sqnr_db=10"
@@ -54,10 +55,12 @@ class StaticInt8(GraphPass):
             raise ValueError(f"attention is {self.attention!r}; known: {', '.join(_ATTENTION)}")
         if not 50 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile}; it must be over 50 and at most 100")
+        check_pair_bits(self.pair_bits)
         read(self.ranges)
 
     def call(self, model: ir.Model) -> Outcome:
-        return self._measured(model) if self.attention == "measured" else self._quantized(model)
+        chosen = dataclasses.replace(self, pair_bits=pair_bits_for(self.pair_bits, self.context))
+        return chosen._measured(model) if self.attention == "measured" else chosen._quantized(model)
 
     def _measured(self, model: ir.Model) -> Outcome:
         """With attention in 8 bits if it is quicker, in float with the reason if not."""
@@ -161,7 +164,7 @@ class _Rewrite:
 
     def __init__(self, graph: ir.Graph, options: StaticInt8, ranges: dict[str, Range]) -> None:
         self.graph, self.options, self.ranges = graph, options, ranges
-        self.weights = Int8Weights(graph, options.per_channel, options.min_elements)
+        self.weights = Int8Weights(graph, options.per_channel, options.min_elements, options.pair_bits)
         self.made: dict[ir.Value, ir.Value] = {}
         self.values: dict[ir.Value, list[ir.Value]] = {}
 

@@ -15,6 +15,7 @@ from tx_export.artifact import open_graph
 from tx_export.passes import Context, Outcome
 from tx_export.providers.cpu import Cpu
 from tx_export.quantize.dynamic_int8 import DynamicInt8
+from tx_export.quantize.static_int8 import StaticInt8
 from tx_export.runtime import _lacks_vnni
 from tx_export.testing import graph_from_text
 
@@ -139,6 +140,20 @@ def test_with_pairs_of_16_bits_no_product_saturates(kind: str, per_channel: bool
     assert saturated(model) is model  # proved
     pairs, exact = (open_graph(model, settings, threads=1)(feeds)["y"] for settings in (_PAIRS, _EXACT))
     assert np.abs(pairs - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("isa", "proved"), [("avx2", True), ("", False)])
+def test_static_int8_takes_scales_of_pairs_too(isa: str, proved: bool) -> None:
+    signature, constants, body = "(float[b, t, 33] x) => (float[b, t, 47] y)", {"w": loud(33, 47)}, "y = MatMul (x, w)"
+    model, feeds = filled(signature, constants, body), {"x": _X["x"][None]}
+    context = Context(None, (), lambda graph: lambda feeds: {}, isa=isa)  # type: ignore[arg-type]
+    outcome = StaticInt8(ranges="x:0:4", context=context)(model)
+    assert isinstance(outcome, Outcome) and (saturated(model) is model) is proved
+    (repeat,) = outcome.coverage.repeat
+    assert f"pair_bits={16 if proved else 0}" in str(repeat)
+    here, exact = (open_graph(saturated(model), each, threads=1)(feeds)["y"] for each in (_PAIRS, _EXACT))
+    if proved:
+        assert np.abs(here - exact).max() <= 1e-5 * np.abs(exact).max()
 
 
 def test_products_between_dequantized_operands_saturate_too() -> None:
