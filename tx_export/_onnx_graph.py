@@ -26,6 +26,7 @@ from onnxscript.version_converter import ConvertVersionPass
 
 from tx_export import runtime
 from tx_export._module_inputs import example, sizes_of
+from tx_export._onnx_sizes import fold_sizes
 from tx_export._releases import RELEASES
 from tx_export.errors import LoadError
 from tx_export.spec import TensorSpec
@@ -64,6 +65,8 @@ def prepare(path: Path, inputs: Sequence[TensorSpec], newest: int) -> ir.Model:
     model.ir_version = next(ir_version for opset, ir_version in RELEASES.values() if opset >= _opset(model))
     model.producer_name, model.producer_version = "tx-export", None
     _measure_shapes(model, inputs)
+    fold_sizes(model.graph)
+    RemoveUnusedNodesPass()(model)
     return model
 
 

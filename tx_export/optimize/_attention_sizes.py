@@ -1,4 +1,4 @@
-"""Sizes of scores, read from the graph's inputs: who only asks for a size must not keep the scores alive."""
+"""Sizes of scores and of queries, keys and values, read from the graph's inputs: a size must not keep them alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_scores(graph: ir.Graph) -> int:
     done = 0
     for node in list(graph):
         value = node.inputs[0] if node.op_type == "Shape" else None
-        if value is None or value.is_graph_input() or not comes_from_product(value):
+        if value is None or value.is_graph_input() or not (comes_from_product(value) or _is_linear(value)):
             continue
         dims = shape_of(value)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
         if dims and all(isinstance(dim, int) or dim.value in sources for dim in dims):
@@ -29,6 +29,14 @@ def free_scores(graph: ir.Graph) -> int:
             graph.remove(node, safe=True)
             done += 1
     return done
+
+
+def _is_linear(value: ir.Value) -> bool:
+    """A product with a weight, maybe with its bias."""
+    node = value.producer()
+    if node is not None and node.op_type == "Add":
+        node = next((item.producer() for item in node.inputs if item is not None and item.producer()), None)
+    return node is not None and node.op_type in ("Gemm", "MatMul")
 
 
 def _sources(graph: ir.Graph) -> _Sources:

@@ -1,0 +1,1 @@
+"""Tests of ONNX files from elsewhere, and the files."""
