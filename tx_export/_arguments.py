@@ -15,7 +15,9 @@ __all__ = [
     "NEW_FILE",
     "NEW_FOLDER",
     "PATH",
+    "check_isa",
     "debug",
+    "isa",
     "json",
     "loop",
     "parse_contenders",
@@ -63,10 +65,21 @@ def parse_contenders(_context: click.Context, _option: click.Parameter, text: st
     return names
 
 
+def check_isa(_context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
+    from tx_export.providers.cpu import Cpu
+
+    if name not in (None, *Cpu.isas):
+        raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, Cpu.isas))}")
+    return name
+
+
 debug = click.option("--debug", is_flag=True, expose_value=False, help="Show logs, warnings and tracebacks.")
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 threads = click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that the process may use.")
 source = click.option("--source", help="The model that the artifact was built from; default: the manifest's.")
+isa = click.option(
+    "--isa", metavar="NAME", callback=check_isa, help="Of the CPUs to run on; default: any. avx2: without VNNI."
+)
 size = click.option("--size", type=click.Choice(("small", "medium", "large")), default="small", show_default=True)
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, callback=parse_settings, help="A model option; repeat."

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import click
 
 from tx_export import _arguments, _console, _tables
-from tx_export.providers.cpu import Cpu
 
 __all__ = ["optimize", "quantize"]
 
@@ -32,9 +31,7 @@ def _shared(command: _Command) -> _Command:
         click.option("--max-length", type=click.IntRange(min=1), help="The most tokens of a text."),
         click.option("--provider", default="cpu", show_default=True, help="Where the result will run."),
         click.option("--target-ort", metavar="X.Y", help="The oldest ONNX Runtime to run on."),
-        click.option(
-            "--isa", type=click.Choice(Cpu.isas), help="Of the CPUs to run on; default: any. avx2: without VNNI."
-        ),
+        _arguments.isa,
         click.option(
             "-o", "--output", metavar="DIR|NEW.onnx", type=click.Path(path_type=Path), help="Default: artifacts/NAME."
         ),

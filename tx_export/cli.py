@@ -11,7 +11,6 @@ from typing import Literal, NoReturn
 import click
 
 from tx_export import __version__, _arguments, _commands_onnx, _commands_sweep, _commands_training, _console, _tables
-from tx_export.providers.cpu import Cpu
 
 __all__ = ["main", "program"]
 
@@ -52,7 +51,7 @@ def program() -> None:
     metavar="X.Y",
     help="The oldest ONNX Runtime to run on; default: as old as operators allow.",
 )
-@click.option("--isa", type=click.Choice(Cpu.isas), help="Of the CPUs to run on; default: any. avx2: without VNNI.")
+@_arguments.isa
 @click.option("--ops", type=click.Choice(("fused", "standard")), default="fused", show_default=True)
 @click.option("-o", "--output", metavar="DIR", type=_arguments.NEW_FOLDER, help="Default: artifacts/NAME.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is there.")
