@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from tx_export import runtime
 from tx_export.errors import LoadError
+from tx_export.providers.cpu import Cpu
 
 __all__ = ["OnnxModule", "file_hash"]
 
-# ONNX Runtime's own defaults, but for 8-bit products that are exact on CPUs without VNNI too, as the file says.
-_SETTINGS = {"provider": "CPUExecutionProvider", "config": {"session.x64quantprecision": "1"}}
+# As artifacts run: with exact 8-bit products, and the same fusions, as roundings of a quantized file go with them.
+_SETTINGS = Cpu().session()
 _NUMBERS = (
     "bool",
     "double",

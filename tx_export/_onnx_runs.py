@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,14 +60,15 @@ def measured(module: OnnxModule, specs: tuple[TensorSpec, ...]) -> tuple[TensorS
     sizes = sizes_of(specs)[0]
     if "tokens" not in sizes or table_of(specs) is not None:
         return specs
-    if _runs(module, specs, sizes | {"batch": 1}):
+    full = tuple(replace(spec, low=1) if spec.is_mask else spec for spec in specs)  # positions may count what is real
+    if "batch" in sizes and _runs(module, full, sizes | {"batch": 1}):
         sizes["batch"] = 1
     low, high = sizes["tokens"], _LONGEST
-    if _runs(module, specs, sizes | {"tokens": high}):
+    if _runs(module, full, sizes | {"tokens": high}):
         return specs
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _runs(module, specs, sizes | {"tokens": middle}) else (low, middle)
+        low, high = (middle, high) if _runs(module, full, sizes | {"tokens": middle}) else (low, middle)
     _log.warning("%s: it takes up to %d tokens, as running it shows", module.path, low)
     return bounded(specs, low)
 
