@@ -65,6 +65,7 @@ def reference(given: dict[str, Array], ranges: Sequence[Range]) -> Array:
 def test_answers_are_those_of_rounded_operands() -> None:
     given, lowered = feeds(), model()
     coverage = quantize(lowered, given, attention="int8").coverage
+    assert {stored.form for stored in coverage.stored} == {"int8"}  # the packed weight has one reader
     (repeat,) = coverage.repeat
     assert coverage.done == 3 and isinstance(repeat, StaticInt8)
     ranges, real = list(read(repeat.ranges).values()), given["mask"] != 0
