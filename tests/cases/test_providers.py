@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tx_export._manifest import describe, report
+from tx_export._manifest import describe
+from tx_export._report import report
 from tx_export.artifact import seal, write_graph
 from tx_export.benchmark import bench
 from tx_export.errors import ProviderError, TxExportError
