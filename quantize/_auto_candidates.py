@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from tx_export import plugins
 from tx_export.errors import PluginError
 from tx_export.passes import Context, GraphPass
 from tx_export.quantize import _auto_times
-from tx_export.quantize._auto_noise import Noises
+from tx_export.quantize._auto_noise import Noises, is_stepwise, noise_of
 from tx_export.quantize._auto_products import FLOAT, Form, Product, apply, lowered, passes_of, weight_bytes
 from tx_export.timing import Shape
 
@@ -41,6 +42,8 @@ def forms_of(model: ir.Model, context: Context) -> list[Form]:
         return [Form("fp16", (_pass("float16", "", context),)), *in_blocks]
     int8 = _pass("dynamic_int8", "", context)
     forms = [Form("int8", (int8,))]
+    if is_stepwise(model, context):  # values inside of it are not those of one run
+        return [*forms, *in_blocks]
     if (smooth := _calibrated("smooth", model, context)) is not None:
         forms.append(Form("smooth int8", (smooth, int8)))
     if (static := _calibrated("static_int8", model, context)) is not None:
@@ -94,7 +97,7 @@ def measure_times(
     products: Sequence[Product],
     candidates: Sequence[Sequence[Candidate]],
     shapes: Sequence[Shape],
-    provider: str,
+    context: Context,
     rows: str,
 ) -> None:
     """Fill in `ms`: measured once for all parts of one kind, and not where there is no choice or no product."""
@@ -106,7 +109,8 @@ def measure_times(
             for candidate in forms:
                 for part, graph in zip(product.parts, candidate.graphs, strict=True):
                     kinds.setdefault(_auto_times.kind_of(part.graph), {}).setdefault(candidate.form.name, graph)
-    measured = {kind: _auto_times.times(graphs, shapes, provider, rows) for kind, graphs in kinds.items()}
+    target = context.provider, rows, context.isa
+    measured = {kind: _auto_times.times(graphs, shapes, *target) for kind, graphs in kinds.items()}
     for product, forms in zip(products, candidates, strict=True):
         for candidate in forms:
             of_parts = [
@@ -116,8 +120,18 @@ def measure_times(
             candidate.ms = [sum(each) for each in zip(*of_parts, strict=True)]
 
 
-def measure_noise(noises: Noises, products: Sequence[Product], candidates: Sequence[Sequence[Candidate]]) -> None:
+def measure_noise(
+    model: ir.Model,
+    products: Sequence[Product],
+    candidates: Sequence[Sequence[Candidate]],
+    context: Context,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+) -> None:
     """Fill in `noise` of all but fp32."""
+    if is_stepwise(model, context):
+        _measure_wholes(model, products, candidates, context, feeds)
+        return
+    noises = Noises(model, products, context, feeds)
     graphs: list[tuple[Product, Mapping[str, Sequence[ir.Model]]]] = [
         (product, {each.form.name: each.graphs for each in forms[1:]})
         for product, forms in zip(products, candidates, strict=True)
@@ -125,3 +139,20 @@ def measure_noise(noises: Noises, products: Sequence[Product], candidates: Seque
     for forms, found in zip(candidates, noises.measured(graphs), strict=True):
         for each in forms[1:]:
             each.noise = found[each.form.name]
+
+
+def _measure_wholes(
+    model: ir.Model,
+    products: Sequence[Product],
+    candidates: Sequence[Sequence[Candidate]],
+    context: Context,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+) -> None:
+    """A session for each form of each product: slow, for graphs that nothing can be fed inside of."""
+    assert context.drift is not None
+    own = noise_of(context.drift(context.open(model), feeds))
+    for product, forms in zip(products, candidates, strict=True):
+        for each in forms[1:]:
+            whole = model.clone()
+            apply(whole, passes_of([(product.name, each.form)]))
+            each.noise = max(noise_of(context.drift(context.open(whole), feeds)) - own, 0.0)

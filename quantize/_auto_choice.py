@@ -11,7 +11,7 @@ from tx_export.quantize._auto_candidates import Candidate
 from tx_export.quantize._auto_knapsack import Option, Point, frontier
 from tx_export.quantize._auto_noise import noise_of
 from tx_export.quantize._auto_report import Row
-from tx_export.quantize._auto_search import Measured, cheapest_within, excess, margined
+from tx_export.quantize._auto_search import DOUBT, Measured, cheapest_within, excess, margined
 
 __all__ = ["Decision", "Limits", "choose", "quicker"]
 
@@ -66,6 +66,7 @@ def choose(candidates: Sequence[Choice], limits: Limits, measure: Callable[[Choi
     else:
         lowering = [point for point in points if any(point.choice)]
         found, tried = cheapest_within(lowering, margined(limits.budget), lambda point: measure(space.at(point)))
+        found = found or _barely_within(limits.budget, tried)
         if found is None:
             raise BudgetError(_too_far(limits.budget, tried))
     noise = found.point.noise
@@ -140,6 +141,12 @@ class _Space:
                 )
             )
         return tuple(rows)
+
+
+def _barely_within(budget: Mapping[str, float], tried: Sequence[Measured]) -> Measured | None:
+    """The one with the most room, where none has room for other text."""
+    room = {excess({**each.metrics, DOUBT: 0.0}, budget): each for each in tried}
+    return room[min(room)] if room and min(room) <= 1 else None
 
 
 def _too_far(budget: Mapping[str, float], tried: Sequence[Measured]) -> str:

@@ -12,11 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export._graph import add_initializer
-from tx_export.errors import PassError
 from tx_export.passes import Context
 from tx_export.quantize._auto_products import Part, Product
 
-__all__ = ["Noises", "noise_of"]
+__all__ = ["Noises", "is_stepwise", "noise_of"]
 
 Feeds = Mapping[str, np.ndarray]
 _KEPT_BYTES = 1 << 28  # of the inputs of products that are held at a time
@@ -27,6 +26,12 @@ def noise_of(metrics: Mapping[str, float]) -> float:
     return float(10 ** (-metrics["sqnr_db"] / 10))
 
 
+def is_stepwise(model: ir.Model, context: Context) -> bool:
+    """Whether one answer takes several runs of the graph, as with a cache: then nothing can be fed inside of it."""
+    given = {name for feeds in (*context.feeds, *context.probes)[:1] for name in feeds}
+    return any(value.name not in given for value in model.graph.inputs if value.const_value is None)
+
+
 class Noises:
     """Noise powers relative to the signal, of the worst output, on some text."""
 
@@ -35,6 +40,8 @@ class Noises:
         self.parts = [part for product in products for part in product.parts]
         self.model = model
         self.whole = context.open(_disturbed(model, self.parts))
+        assert context.drift is not None
+        self.own = noise_of(context.drift(self.whole, feeds))  # of the graph before: a pruned one has some
 
     def measured(
         self, products: Sequence[tuple[Product, Mapping[str, Sequence[ir.Model]]]]
@@ -76,7 +83,8 @@ class Noises:
             id(feeds): {_fed(place): got[i][batch] - exact[i][batch] for i, place in enumerate(places)}
             for batch, feeds in enumerate(self.feeds)
         }
-        return noise_of(drift(lambda feeds: self.whole({**feeds, **errors[id(feeds)]}), self.feeds))
+        noise = noise_of(drift(lambda feeds: self.whole({**feeds, **errors[id(feeds)]}), self.feeds))
+        return max(noise - self.own, 0.0)
 
 
 def _portions(
@@ -105,15 +113,14 @@ def _disturbed(model: ir.Model, parts: Sequence[Part]) -> ir.Model:
 
 
 def _disturb(graph: ir.Graph, value: ir.Value, name: str) -> None:
-    node, shape = value.producer(), value.shape
-    if node is None or shape is None:
-        raise PassError(f"auto: the rank of {value.name} is unknown, so no error can be added to it")
-    error = add_initializer(graph, name, np.zeros((1,) * len(shape), np.float32))
-    error.shape = ir.Shape([None] * len(shape))
+    node = value.producer()
+    assert node is not None
+    error = add_initializer(graph, name, np.zeros((), np.float32))
+    error.shape = None  # it takes any
     graph.inputs.append(error)
     add = ir.node("Add", [value, error])
     (sum_,) = add.outputs
-    sum_.type, sum_.shape = value.type, shape
+    sum_.type, sum_.shape = value.type, value.shape
     whole_name = value.name
     ir.convenience.replace_all_uses_with(value, sum_, replace_graph_outputs=True)
     add.replace_input_with(0, value)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from tx_export.quantize._auto_knapsack import Point
 
-__all__ = ["Measured", "cheapest_within", "excess", "margined"]
+__all__ = ["DOUBT", "Measured", "cheapest_within", "excess", "margined"]
 
+DOUBT = "doubt_db"  # beside the keys of a budget: by how much sqnr_db may be less on other text
 _TRIALS = 8  # of wholes; from there on a step gains little
 _GAIN = 0.003  # of the frontier's costs: a smaller gain is not worth a trial
 _CLOSER = 0.97  # a step goes a little further than what was measured asks for
@@ -46,7 +47,7 @@ def excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> float:
         if (value := metrics.get(key)) is None:
             continue
         if key == "sqnr_db":
-            ratios.append(10 ** ((limit - value) / 10))
+            ratios.append(10 ** ((limit - value + metrics.get(DOUBT, 0.0)) / 10))
         elif key == "max_abs":
             ratios.append(_ratio(value, limit) ** 2)
         else:

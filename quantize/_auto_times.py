@@ -27,12 +27,14 @@ def kind_of(model: ir.Model) -> Hashable:
     )
 
 
-def times(forms: Mapping[str, ir.Model], shapes: Sequence[Shape], provider: str, rows: str) -> dict[str, list[float]]:
+def times(
+    forms: Mapping[str, ir.Model], shapes: Sequence[Shape], provider: str, rows: str, isa: str = ""
+) -> dict[str, list[float]]:
     """Milliseconds of each form at each shape; all have the same inputs, and rounds alternate between them.
 
     `rows` is the name of the dimension that counts the rows of a batch.
     """
-    settings = plugins.find("provider", provider)().session()
+    settings = plugins.find("provider", provider)(**({"isa": isa} if isa else {})).session()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write_feeds(folder, next(iter(forms.values())), shapes, rows)

@@ -29,9 +29,10 @@ from tx_export.quantize._auto_candidates import (
     measure_times,
 )
 from tx_export.quantize._auto_choice import Decision, Limits, choose, quicker
-from tx_export.quantize._auto_noise import Noises
+from tx_export.quantize._auto_noise import noise_of
 from tx_export.quantize._auto_products import apply, passes_of, products_of, weight_bytes
 from tx_export.quantize._auto_report import chart, table
+from tx_export.quantize._auto_search import DOUBT
 from tx_export.timing import Shape
 
 __all__ = ["Auto"]
@@ -77,7 +78,7 @@ class Auto(GraphPass):
         if all(len(forms) == 1 for forms in candidates):
             left = tuple(Left(each.name, refused.get(each.name, "no form is faster here")) for each in products)
             return Outcome(model, False, Coverage(0, len(products), left), subject="quantized")
-        measure_noise(Noises(model, products, context, _some(judged, _POSITIONS)), products, candidates)
+        measure_noise(model, products, candidates, context, _some(judged, _POSITIONS))
         whole = _Whole(model, products, context, _some(judged, _WHOLE_POSITIONS), "accuracy" in budget)
         decision = choose(candidates, self._limits(model, products, budget), whole)
         told = f"the frontier of time and error, the chosen point marked\n{table(decision.rows)}"
@@ -108,7 +109,7 @@ class Auto(GraphPass):
         if self.size_mb and not self.latency:  # no decision depends on time
             shapes = []
         rows = str(model.graph.inputs[0].shape[0]) if model.graph.inputs and model.graph.inputs[0].shape else ""
-        measure_times(products, candidates, shapes, context.provider, rows)
+        measure_times(products, candidates, shapes, context, rows)
         if not self.size_mb:
             candidates = [quicker(forms) for forms in candidates]
         return candidates, refused
@@ -138,9 +139,22 @@ class _Whole:
         apply(copy, _passes(self.products, choice))
         runner = self.context.open(copy)
         found = dict(self.context.drift(runner, self.feeds))
+        found[DOUBT] = _doubt_db([noise_of(self.context.drift(runner, [feeds])) for feeds in self.feeds])
         if self.needs_labels and self.context.accuracy is not None:
             found["accuracy"] = self.context.accuracy(runner)
         return found
+
+
+def _doubt_db(noises: Sequence[float]) -> float:
+    """How much more noise other text may have: two standard errors of the difference of two means over batches.
+
+    The text that judges a build is half of what is measured on here, so the variance is that of this mean times three.
+    """
+    mean = float(np.mean(noises))
+    if len(noises) < 2 or not mean:
+        return 0.0
+    error = float(np.std(noises, ddof=1)) / math.sqrt(len(noises))
+    return 10 * math.log10(1 + 2 * math.sqrt(3) * error / mean)
 
 
 def _passes(products: Sequence[Product], choice: Sequence[Candidate]) -> tuple[GraphPass, ...]:
