@@ -36,8 +36,8 @@ def pipeline_of(
     lossy = "" if quantize == "none" else quantize
     lowered = "lower_contrib" if ops == "standard" and lossy else ""
     pruning = "" if prune_heads is None else _pruning(prune_heads)
-    asked = [name.partition("{")[0] for name in (pruning, lossy) if name]
-    return _parsed(f"{pruning} {lossless} {lossy} {lowered}"), frozenset(asked)
+    asked = frozenset(item.name() for item in _parsed(f"{pruning} {lossy}").passes)
+    return _parsed(f"{pruning} {lossless} {lossy} {lowered}"), asked
 
 
 def provider_of(name: str, isa: str | None) -> Any:
