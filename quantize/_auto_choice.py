@@ -15,7 +15,7 @@ from tx_export.quantize._auto_search import DOUBT, Measured, cheapest_within, ex
 
 __all__ = ["Decision", "Limits", "choose", "quicker"]
 
-_BYTES = 0.01  # of equally fast choices the smaller one: all bytes are worth a hundredth of the time
+_BYTES = 0.1  # of about equally fast choices the smaller one: all bytes are worth a tenth of the time
 _DRAWN = 200  # points of the frontier
 
 Choice = Sequence[Candidate]
