@@ -56,6 +56,9 @@ def teacher(folder: Path) -> None:
     """Train the teacher of the shipped classifier, a MiniLM; a run that was stopped is continued."""
     from _sentiment_training import train_teacher
 
+    if (folder / "teacher" / "model.safetensors").exists():
+        click.echo(f"{folder / 'teacher'}: it is there")
+        return
     metrics = train_teacher(folder, _show_step)
     click.echo(f"held out: {json.dumps(metrics)}")
 
