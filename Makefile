@@ -54,16 +54,20 @@ bench: $(TESTABLE)  ## time MiniLM and the small classifier beside eager, compil
 	$(BIN)/tx-export build $(MINILM) --output artifacts/minilm --force
 	$(BIN)/tx-export bench artifacts/minilm --chart docs/bench.png
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/auto.py
 
 data: $(TESTABLE)  ## fetch and prepare the sentiment data
 	$(BIN)/python benchmarks/sentiment.py fetch
 	$(BIN)/python benchmarks/sentiment.py prepare
 
-weights: data  ## train the small classifier that the package ships
+weights: data  ## train the small classifier that the package ships, and its teacher before it
+	$(BIN)/python benchmarks/sentiment.py teacher
 	$(BIN)/python benchmarks/sentiment.py train
 
 sentiment: data build  ## measure the shipped classifier beside a TF-IDF baseline, eager and as an artifact
-	$(BIN)/python benchmarks/sentiment.py evaluate
+	$(BIN)/tx-export build --size small --prune-heads 0.5 --recover .data/sentiment/more.txt --steps 300 \
+		--output artifacts/small-pruned --force
+	$(BIN)/python benchmarks/sentiment.py evaluate --artifact artifacts/small --artifact artifacts/small-pruned
 
 clean:  ## remove what was made, the environment too
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
