@@ -30,7 +30,7 @@ from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.passes import Context, Coverage, Pipeline
 from tx_export.spec import EagerModel
-from tx_export.verify import LONGEST, Judge, Split, Step, default_lines, read_rows, split_lines
+from tx_export.verify import LONGEST, Judge, Runner, Split, Step, default_lines, read_rows, split_lines
 from tx_export.verify import compare as compare_steps
 
 __all__ = ["BuildOptions", "build", "compare", "source_of"]
@@ -80,25 +80,25 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
         check_target(options.output, options.force)
     split = _read_split(options.calibrate)
     chosen_by, labelled = _read_labelled(options.evaluate, pipeline)
-    progress("load")
-    model = _load(options)
+    model = _load(options, progress)
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
     longest = max(LONGEST, options.max_length or 0)
     judging = functools.partial(Judge, lines=split.judging, override=override, labelled=labelled, longest=longest)
     _heed(model, progress)
-    context = context_of(model, split.choosing, options.provider, target.release, override, chosen_by, options.isa)
+    given = split.choosing, options.provider, target.release, override, chosen_by, options.isa
+    context = context_of(model, *given)
     whole, (model, pipeline, made) = model, run_module_passes(model, pipeline, asked, context, progress)
     model, learnt = recovered(whole, model, recovery, context, progress)
     judge = judging(model)
+    context = context_of(model, *given) if model is not whole and override is None else context
     progress("export")
     graph = export(cached_form(model), target)
     pipeline, changed = run_graph_passes(graph, pipeline, asked, judge, context, progress)
     if override is not None and all(item.budget is None for item in pipeline.passes):
         judge.check(Step("export", context.open(graph), override, graph=graph))
-    verification = judge.verification()
-    if model is not whole:  # what pruning costs has no limit but the one that is asked for
-        verification["whole"] = judging(whole).check(Step("whole", context.open(graph), override or Budget()))
+    beside = {} if model is whole else _beside_whole(judging(whole), context.open(graph), override)
+    verification = judge.verification() | beside
     learnt = measured(learnt, whole, context.open(graph))
     target.check(graph, model)
     check_target(folder, options.force)  # another build may have got there first
@@ -108,7 +108,13 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     return folder
 
 
-def _load(options: BuildOptions) -> EagerModel:
+def _beside_whole(judge: Judge, runner: Runner, override: Budget | None) -> dict[str, Any]:
+    """What pruning costs has no limit but the one that is asked for."""
+    return {"whole": judge.check(Step("whole", runner, override or Budget()))}
+
+
+def _load(options: BuildOptions, progress: Progress) -> EagerModel:
+    progress("load")
     return load(
         options.source,
         size=options.size,

@@ -155,7 +155,7 @@ def test_a_setting_that_cannot_be_is_refused(changed: dict[str, Any], message: s
     "changed",
     [{"d_model": 33, "num_heads": 3}, {"d_model": 33, "num_heads": 4, "head_dim": 8}, {"d_model": 1, "num_heads": 1}],
 )
-def test_odd_widths_and_free_head_sizes_work(changed: dict[str, Any]) -> None:
+def test_b040_odd_widths_and_free_head_sizes_work(changed: dict[str, Any]) -> None:
     module = _built(dataclasses.replace(_TINY, **changed))
     assert bool(_alone(module).isfinite().all())
 

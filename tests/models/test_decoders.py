@@ -79,8 +79,24 @@ def test_logits_equal_transformers_with_padding_on_either_side(family: str, tmp_
             assert_equal(ours(model, given), _theirs(reference, given), given["attention_mask"])
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_b003_b048_rows_padded_on_the_left_are_those_rows_alone(family: str, tmp_path: Path) -> None:
+    _saved(tmp_path, family)
+    model = load(str(tmp_path))
+    ids = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(2))
+    lengths = (12, 5, 2)
+    mask = torch.stack([(torch.arange(12) >= 12 - length).to(torch.int64) for length in lengths])
+    together = ours(model, {"input_ids": ids, "attention_mask": mask})
+    assert together.isfinite().all()
+    for row, length in enumerate(lengths):
+        alone = {"input_ids": ids[row : row + 1, -length:], "attention_mask": mask[row : row + 1, -length:]}
+        assert_equal(together[row : row + 1, -length:], ours(model, alone))
+
+
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_the_artifact_reads_with_a_cache_what_transformers_reads_without(family: str, tmp_path: Path) -> None:
+def test_b160_b161_b162_the_artifact_reads_with_a_cache_what_transformers_reads_without(
+    family: str, tmp_path: Path
+) -> None:
     reference = _saved(tmp_path / "checkpoint", family)
     folder = build(BuildOptions(source=str(tmp_path / "checkpoint"), output=tmp_path / "built", quantize="none"))
     artifact, model = runtime.Model(folder), load(str(tmp_path / "checkpoint"))

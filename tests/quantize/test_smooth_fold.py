@@ -139,7 +139,7 @@ def test_what_makes_the_value_divides_it_and_no_node_is_added(form: str) -> None
 
 
 @pytest.mark.parametrize("form", _KEPT)
-def test_one_mul_divides_what_others_read_too_or_nothing_is_linear_in(form: str) -> None:
+def test_b131_one_mul_divides_what_others_read_too_or_nothing_is_linear_in(form: str) -> None:
     inputs, nodes = _KEPT[form]
     model, feeds = product_behind(inputs, nodes), feeds_of(inputs)
     before, expected = operators(model), run(model, feeds)
