@@ -47,6 +47,8 @@ def provider_of(name: str, isa: str | None) -> Any:
         return provider()
     if name != "cpu":
         raise ProviderError(f"--isa {isa}: an instruction set is for --provider cpu, not {name}")
+    if isa not in provider.isas:
+        raise ProviderError(f"--isa {isa}: known are {', '.join(provider.isas)}")
     return provider(isa=isa)
 
 

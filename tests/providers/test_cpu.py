@@ -77,6 +77,6 @@ def test_for_cpus_without_vnni_weights_that_fit_stay_in_the_quick_form() -> None
 
 def test_an_unknown_instruction_set_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ProviderError, match=r"^--isa sse2: known are avx2, vnni, arm64$"):
-        Cpu(isa="sse2")
+        provider_of("cpu", "sse2")
     with pytest.raises(ProviderError, match="--isa avx2: an instruction set is for --provider cpu, not cuda"):
         provider_of("cuda", "avx2")

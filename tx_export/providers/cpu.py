@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tx_export.errors import ProviderError
-
 __all__ = ["Cpu"]
 
 
@@ -21,10 +19,6 @@ class Cpu:
     isas: ClassVar[tuple[str, ...]] = ("avx2", "vnni", "arm64")
     onnxruntime_name: ClassVar[str] = "CPUExecutionProvider"
     package: ClassVar[str] = "onnxruntime"
-
-    def __post_init__(self) -> None:
-        if self.isa and self.isa not in self.isas:
-            raise ProviderError(f"--isa {self.isa}: known are {', '.join(self.isas)}")
 
     def session(self) -> dict[str, Any]:
         """Session settings, as the manifest stores them."""
