@@ -16,6 +16,7 @@ from tx_export.errors import PassError, PluginError
 from tx_export.passes import Context, Outcome, Pipeline
 from tx_export.providers.cpu import Cpu
 from tx_export.quantize.dynamic_int8 import DynamicInt8
+from tx_export.quantize._smooth_trial import parts
 from tx_export.quantize.smooth import Smooth
 
 from .graphs import Array, activation_scale, column_scale, graph, normal, operators, quantize, rounding_bound, run
@@ -166,6 +167,15 @@ def test_every_choice_is_made_on_part_of_the_text_and_judged_on_another() -> Non
     batches = text(6)
     assert smooth(product(), context(batches, drift=drift)).coverage.done == 1
     assert seen == [[float(batch[0, 0]) for batch in batches[1::2]]] * 2
+
+
+def test_text_to_judge_on_is_no_text_to_choose_by() -> None:
+    batches = text(40)
+    choosing, judging = ([id(each["x"]) for each in part.feeds] for part in parts(context(batches), every=2))
+    assert len(judging) <= 16 and not set(choosing) & set(judging)
+    assert sorted([*choosing, *judging]) == sorted(map(id, batches))
+    alone = parts(context(batches[:1]), every=2)
+    assert [len(part.feeds) for part in alone] == [1, 1]
 
 
 @pytest.mark.parametrize("key", ["sqnr_db", "cosine"])
