@@ -15,8 +15,8 @@ from tx_export.artifact import open_graph
 from tx_export.errors import PassError, PluginError
 from tx_export.passes import Context, Outcome, Pipeline
 from tx_export.providers.cpu import Cpu
-from tx_export.quantize.dynamic_int8 import DynamicInt8
 from tx_export.quantize._smooth_trial import parts
+from tx_export.quantize.dynamic_int8 import DynamicInt8
 from tx_export.quantize.smooth import Smooth
 
 from .graphs import Array, activation_scale, column_scale, graph, normal, operators, quantize, rounding_bound, run
