@@ -31,7 +31,8 @@ def _run(module: OnnxModule, specs: Sequence[TensorSpec], sizes: Mapping[str, in
         outputs: tuple[Tensor, ...] = module(*example(specs, sizes))
     except Exception as error:  # of ONNX Runtime
         shapes = ", ".join(f"{spec.name} {list(spec.shape(sizes))}" for spec in specs)
-        raise LoadError(f"{module.path}: it can't be run with {shapes}: {str(error).splitlines()[0]}") from error
+        told = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LoadError(f"{module.path}: it can't be run with {shapes}: {told}") from error
     return outputs
 
 

@@ -15,12 +15,11 @@ from tx_export._sweep_points import Point
 from tx_export._sweep_record import digest
 from tx_export.compiler import BuildOptions
 from tx_export.errors import LoadError
-from tx_export.load import load
 from tx_export.metrics import Budget
 from tx_export.runtime import UsageError, available_threads, cpu_name
 from tx_export.spec import EagerModel
 
-__all__ = ["Keep", "SweepOptions", "decisive", "load_source", "shared_by_all"]
+__all__ = ["Keep", "SweepOptions", "decisive", "shared_by_all"]
 
 Keep = Literal["all", "frontier", "none"]
 
@@ -52,20 +51,6 @@ def shared_by_all(options: SweepOptions) -> BuildOptions:
     if build.budget is not None:
         Budget.parse(build.budget)
     return dataclasses.replace(build, force=True)  # an artifact without a row is ours: the sweep was stopped behind it
-
-
-def load_source(build: BuildOptions) -> EagerModel:
-    """The eager model, as `build` loads it."""
-    return load(
-        build.source,
-        size=build.size,
-        settings=build.settings,
-        weights=build.weights,
-        task=build.task,
-        inputs=build.inputs,
-        tokenizer=build.tokenizer,
-        max_length=build.max_length,
-    )
 
 
 def decisive(options: SweepOptions, points: Sequence[Point], model: EagerModel) -> dict[str, Any]:

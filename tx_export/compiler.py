@@ -33,7 +33,7 @@ from tx_export.spec import EagerModel
 from tx_export.verify import LONGEST, Judge, Runner, Split, Step, default_lines, read_rows, split_lines
 from tx_export.verify import compare as compare_steps
 
-__all__ = ["BuildOptions", "build", "compare", "source_of"]
+__all__ = ["BuildOptions", "build", "compare", "load_source", "source_of"]
 
 _log = logging.getLogger("tx_export")
 
@@ -80,7 +80,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
         check_target(options.output, options.force)
     split = _read_split(options.calibrate)
     chosen_by, labelled = _read_labelled(options.evaluate, pipeline)
-    model = _load(options, progress)
+    model = load_source(options, progress)
     folder = options.output or Path("artifacts") / model.name
     check_target(folder, options.force)
     longest = max(LONGEST, options.max_length or 0)
@@ -113,7 +113,8 @@ def _beside_whole(judge: Judge, runner: Runner, override: Budget | None) -> dict
     return {"whole": judge.check(Step("whole", runner, override or Budget()))}
 
 
-def _load(options: BuildOptions, progress: Progress) -> EagerModel:
+def load_source(options: BuildOptions, progress: Progress = lambda message: None) -> EagerModel:
+    """The eager model that a build starts from."""
     progress("load")
     return load(
         options.source,

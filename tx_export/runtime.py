@@ -977,6 +977,10 @@ class Model:
     def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
         if self._tokenizer is None:
             raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
+        if self._cache is not None:
+            raise TxExportError(
+                f"{self.folder}: continuing a text isn't offered yet; it takes arrays (Model.run_arrays)"
+            )
         if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
             raise TxExportError(f"texts: expected a list of texts, not one {type(texts).__name__}")
         source, start = iter(texts), 0

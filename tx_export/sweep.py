@@ -33,7 +33,7 @@ from typing import Any
 from tx_export import compiler
 from tx_export._bench_feeds import within_bounds
 from tx_export._sweep_latency import put_on_one_scale, time_beside
-from tx_export._sweep_options import Keep, SweepOptions, decisive, load_source, shared_by_all
+from tx_export._sweep_options import Keep, SweepOptions, decisive, shared_by_all
 from tx_export._sweep_points import Point, points_of
 from tx_export._sweep_record import Record, Row, check_folder, digest
 from tx_export._sweep_report import chart, frontier, mark, table
@@ -82,7 +82,7 @@ def sweep(options: SweepOptions, progress: Progress = lambda line: None, plan: P
     shared = shared_by_all(options)
     points = points_of(options.prune_heads, options.prune_ffn, options.quantize, shared)
     progress("load")
-    model = load_source(shared)
+    model = compiler.load_source(shared)
     asked, inputs = decisive(options, points, model), model.inputs
     del model  # each build has its own
     shapes = list(within_bounds(inputs, (1,), options.tokens, progress))

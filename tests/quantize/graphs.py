@@ -16,6 +16,17 @@ from tx_export.testing import graph_from_text
 
 Array = NDArray[Any]
 
+PRODUCTS = {  # a product in each of its spellings; whether w is turned, whether it has a bias
+    "MatMul": ("y = MatMul (x, w)", False, False),
+    "MatMul and bias": ("p = MatMul (x, w) y = Add (p, bias)", False, True),
+    "bias and MatMul": ("p = MatMul (x, w) y = Add (bias, p)", False, True),
+    "turned MatMul": ("t = Transpose <perm = [1, 0]> (w) p = MatMul (x, t) y = Add (p, bias)", True, True),
+    "Gemm": ("y = Gemm (x, w)", False, False),
+    "Gemm with bias": ("y = Gemm (x, w, bias)", False, True),
+    "Gemm and bias": ("p = Gemm (x, w) y = Add (p, bias)", False, True),
+    "Gemm with transB": ("y = Gemm <transB = 1> (x, w, bias)", True, True),
+}
+
 
 def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -12,6 +12,7 @@ from tx_export.errors import PassError
 from tx_export.testing import matmul_model
 
 from .graphs import (
+    PRODUCTS,
     Array,
     column_scale,
     graph,
@@ -23,21 +24,11 @@ from .graphs import (
     uneven,
 )
 
-_PRODUCTS = {
-    "MatMul": ("y = MatMul (x, w)", False, False),
-    "MatMul and bias": ("p = MatMul (x, w) y = Add (p, bias)", False, True),
-    "bias and MatMul": ("p = MatMul (x, w) y = Add (bias, p)", False, True),
-    "turned MatMul": ("t = Transpose <perm = [1, 0]> (w) p = MatMul (x, t) y = Add (p, bias)", True, True),
-    "Gemm": ("y = Gemm (x, w)", False, False),
-    "Gemm with bias": ("y = Gemm (x, w, bias)", False, True),
-    "Gemm with transB": ("y = Gemm <transB = 1> (x, w, bias)", True, True),
-}
 
-
-@pytest.mark.parametrize("form", _PRODUCTS)
+@pytest.mark.parametrize("form", PRODUCTS)
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_the_error_is_at_most_what_rounding_explains(form: str, per_channel: bool) -> None:
-    body, turned, biased = _PRODUCTS[form]
+    body, turned, biased = PRODUCTS[form]
     weight, bias, x = uneven(64, 48), normal(48, seed=1), normal(9, 64, seed=2)
     constants = {"w": np.ascontiguousarray(weight.T) if turned else weight} | ({"bias": bias} if biased else {})
     model = graph("float[n, 64] x", "float[n, 48] y", constants, body)

@@ -21,20 +21,10 @@ from tx_export.passes import Context, Outcome
 from tx_export.providers.cpu import Cpu
 from tx_export.quantize.static_int8 import StaticInt8
 
-from .graphs import Array, graph, normal, operators, run, uneven
+from .graphs import PRODUCTS, Array, graph, normal, operators, run, uneven
 
 _EPSILON = 2.0**-24  # the most that float32 rounds a number by, in parts of it
 
-_PRODUCTS = {
-    "MatMul": ("y = MatMul (x, w)", False, False),
-    "MatMul and bias": ("p = MatMul (x, w) y = Add (p, bias)", False, True),
-    "bias and MatMul": ("p = MatMul (x, w) y = Add (bias, p)", False, True),
-    "turned MatMul": ("t = Transpose <perm = [1, 0]> (w) p = MatMul (x, t) y = Add (p, bias)", True, True),
-    "Gemm": ("y = Gemm (x, w)", False, False),
-    "Gemm with bias": ("y = Gemm (x, w, bias)", False, True),
-    "Gemm and bias": ("p = Gemm (x, w) y = Add (p, bias)", False, True),
-    "Gemm with transB": ("y = Gemm <transB = 1> (x, w, bias)", True, True),
-}
 _DIMS = {2: "n, 64", 3: "n, t, 64"}
 
 
@@ -88,10 +78,10 @@ def integer_product(
 
 
 @pytest.mark.parametrize("rank", _DIMS)
-@pytest.mark.parametrize("form", _PRODUCTS)
+@pytest.mark.parametrize("form", PRODUCTS)
 @pytest.mark.parametrize(("per_channel", "symmetric"), [(True, False), (False, True)])
 def test_answers_are_those_of_the_integers(form: str, rank: int, per_channel: bool, symmetric: bool) -> None:
-    body, turned, biased = _PRODUCTS[form]
+    body, turned, biased = PRODUCTS[form]
     if rank == 3 and "Gemm" in form:
         return  # takes matrices only
     weight, bias, x = uneven(64, 48), normal(48, seed=1), normal(2, 9, 64, seed=2) + np.float32(0.5)
