@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two workers on two cores: more threads each would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
