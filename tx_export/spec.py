@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointSpec",
     "Dim",
     "EagerModel",
+    "GenerationSpec",
     "ModelSpec",
     "Scores",
     "TensorSpec",
@@ -141,10 +142,30 @@ class CacheSpec:
     heads: int  # of keys and values
     head_dim: int
     max_length: int  # prompt and continuation together
+    cross: bool = False  # beside it, of an encoder: cross.N.key and cross.N.value [batch, heads, tokens, head_dim]
 
     def names(self, what: str) -> tuple[str, ...]:
         """Of the tensors, `what` is past or present."""
         return tuple(f"{what}.{layer}.{kind}" for layer in range(self.layers) for kind in ("key", "value"))
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """Ids of the tokens with which a continuation begins and ends, and what the checkpoint asks for beside."""
+
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+    start: int | None = None  # with which a decoder behind an encoder begins
+    forced_bos: int | None = None  # behind the start
+    forced_eos: int | None = None  # where the limit is reached
+    suppressed: tuple[int, ...] = ()  # never chosen
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    no_repeat_ngram: int = 0
+    min_new_tokens: int = 0
+    chat: Mapping[str, str] | None = None  # what stands around the messages of a conversation
 
 
 class ModelSpec(abc.ABC):
@@ -169,6 +190,10 @@ class ModelSpec(abc.ABC):
 
     def cache(self) -> CacheSpec | None:
         """Of a model that generates; its module has a cached form."""
+        return None
+
+    def generation(self) -> GenerationSpec | None:
+        """Of a model that generates, as far as its configuration says."""
         return None
 
 
@@ -215,4 +240,5 @@ class EagerModel:
     text: TextSpec | None = None
     padding: Literal["any", "right"] = "any"  # the side on which padding is promised to change nothing
     cache: CacheSpec | None = None  # of a model that generates: the graph has the cached form of the module
+    generation: GenerationSpec | None = None
     pad_id: int | None = None  # put where the mask is 0, and never drawn elsewhere, when positions are counted from ids
