@@ -204,7 +204,7 @@ def test_compare_of_a_changed_graph_fails_and_says_where(checkpoint: Path, tmp_p
     seal(folder, manifest)
     found = compare(folder, str(checkpoint))
     assert found["verdict"] == "fail"
-    assert found["reason"].startswith("model.onnx is not what its own recipe makes; artifact: output 'embedding'")
+    assert found["reason"].startswith("the graph is not what its own recipe makes; artifact: output 'embedding'")
     assert (
         "; the first module that differs is encoder.layers.1.feed_forward.down (Linear): off by 0.5" in found["reason"]
     )

@@ -35,15 +35,14 @@ _MARGIN_DB = 3.0  # another machine may round otherwise; a fault costs far more
 
 
 def describe(
-    path: Path,
+    graph: ir.Model,
     model: EagerModel,
     provider: Any,
     pipeline: Pipeline,
     verification: Mapping[str, Any],
     changed: Mapping[str, Coverage],
 ) -> dict[str, Any]:
-    """The manifest without its list of files."""
-    graph = ir.load(path)
+    """The manifest without its list of files; `graph` is what the files hold."""
     nothing = Coverage(0, 0)
     return {
         "format_version": 1,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export import runtime
+from tx_export._halves import halves, unload_weights
 from tx_export.errors import ArtifactError
 
-__all__ = ["check_target", "open_graph", "seal", "staged", "write_graph"]
+__all__ = ["check_target", "open_graph", "seal", "staged", "write_graph", "write_graphs"]
 
 Runner = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -153,29 +155,61 @@ def write_graph(model: ir.Model, path: Path, inline_bytes: int = _INLINE_BYTES) 
             ir.save(model, path)
 
 
+def write_graphs(model: ir.Model, folder: Path) -> ir.Model:
+    """Write model.onnx, or encoder.onnx and decoder.onnx, and return the graph as its files have it."""
+    if list(halves(model)) == ["model"]:
+        write_graph(model, folder / "model.onnx")
+        return ir.load(folder / "model.onnx")
+    with _writing(folder):
+        unload_weights(model, folder)
+        for name, half in halves(model).items():
+            ir.save(half, folder / f"{name}.onnx")
+    return model
+
+
 def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None = None) -> Runner:
     """A session on a graph with the settings of a provider, as a function from feeds to outputs by name.
 
-    Feeds of float32 are rounded for inputs of half precision.
+    Feeds of float32 are rounded for inputs of half precision. Of a graph of two halves the feeds tell which one runs.
     """
-    names = [value.name or "" for value in model.graph.outputs]
-    halves = {value.name for value in model.graph.inputs if value.dtype == ir.DataType.FLOAT16}
+    parts = halves(model)
     with (
         _writing(Path(tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder,
     ):
-        path = Path(folder) / "model.onnx"
-        write_graph(model, path)
         try:
-            session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
+            runners = [
+                (_input_names(half), _opened(half, Path(folder) / f"{name}.onnx", settings, threads))
+                for name, half in parts.items()
+            ]
         except ArtifactError as error:  # the folder is gone before anybody could look into it
             raise ArtifactError(str(error).replace(f"{folder}{os.sep}", "")) from error
+    return runners[0][1] if len(runners) == 1 else functools.partial(_run_half, runners)
+
+
+def _input_names(graph: ir.Model) -> frozenset[str]:
+    return frozenset(str(value.name) for value in graph.graph.inputs)
+
+
+def _opened(graph: ir.Model, path: Path, settings: Mapping[str, Any], threads: int | None) -> Runner:
+    names = [value.name or "" for value in graph.graph.outputs]
+    float16 = {value.name for value in graph.graph.inputs if value.dtype == ir.DataType.FLOAT16}
+    write_graph(graph, path)
+    session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
 
     def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        given = {name: array.astype(np.float16) if name in halves else array for name, array in feeds.items()}
+        given = {name: array.astype(np.float16) if name in float16 else array for name, array in feeds.items()}
         return dict(zip(names, session.run(names, given), strict=True))
 
     return run
+
+
+def _run_half(
+    runners: Sequence[tuple[frozenset[str], Runner]], feeds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Of the encoder or the decoder, whichever has all that it takes."""
+    names, run = next((names, run) for names, run in runners if names <= feeds.keys())
+    return run({name: feeds[name] for name in names})
 
 
 def seal(folder: Path, manifest: Mapping[str, Any]) -> None:

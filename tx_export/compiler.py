@@ -22,7 +22,7 @@ from tx_export._recipe import pipeline_of, provider_of
 from tx_export._recovery import compare_recovered, measured, read_recovery, recovered
 from tx_export._report import report
 from tx_export._sources import source_of, with_own_text
-from tx_export.artifact import check_target, open_graph, seal, staged, write_graph
+from tx_export.artifact import check_target, open_graph, seal, staged, write_graphs
 from tx_export.errors import BudgetError, ExportError, LoadError
 from tx_export.export import Target, export
 from tx_export.lint import lint
@@ -167,7 +167,7 @@ def _write(
     learnt: Mapping[str, Any],
     options: BuildOptions,
 ) -> None:
-    write_graph(graph, folder / "model.onnx")
+    graph = write_graphs(graph, folder)
     if model.text is not None:
         (folder / "tokenizer.json").write_text(model.text.tokenizer, encoding="utf-8")
     (folder / "run.py").write_bytes(Path(runtime.__file__).read_bytes())
@@ -175,9 +175,7 @@ def _write(
         (folder / "generate.py").write_bytes(Path(runtime_generate.__file__).read_bytes())
     here = plain_runner(model, open_graph(graph, provider.session())) if options.provider == "cpu" else None
     limits = samples(model, folder / "samples.npz", here)
-    manifest = describe(
-        folder / "model.onnx", model, provider, pipeline, {**verification, "self_test": limits}, changed
-    ) | {**learnt}
+    manifest = describe(graph, model, provider, pipeline, {**verification, "self_test": limits}, changed) | {**learnt}
     packages = [f"{provider.package}>={manifest['min_onnxruntime']}", "numpy", *(["tokenizers"] if model.text else [])]
     (folder / "requirements.txt").write_text("\n".join(["# Python 3.11 or later", *packages, ""]), encoding="utf-8")
     seal(folder, manifest)
@@ -196,11 +194,16 @@ def compare(artifact: Path, source: str | None) -> dict[str, Any]:
     model = _as_exported(whole, manifest)
     record = manifest["verification"]["passes"][-1]
     budget = Budget.parse(record["budget"]) if record["kind"] == "drift" else None
-    found = compare_steps(model, [Step("artifact", opened.run_arrays, budget, graph=ir.load(artifact / "model.onnx"))])
+    graph = None if _is_pair(model) else ir.load(artifact / "model.onnx")
+    found = compare_steps(model, [Step("artifact", opened.run_arrays, budget, graph=graph)])
     if found.failure is None:
         return found.to_json()
-    changed = f"model.onnx is not what its own recipe makes; {found.failure}"
+    changed = f"the graph is not what its own recipe makes; {found.failure}"
     return found.to_json() | {"reason": _first_failure(manifest, model) or changed}
+
+
+def _is_pair(model: EagerModel) -> bool:
+    return model.cache is not None and model.cache.cross
 
 
 def _as_exported(model: EagerModel, manifest: Mapping[str, Any]) -> EagerModel:

@@ -104,6 +104,7 @@ _OPTIONAL_KEYS: dict[str, type] = {
     "ir_version": int,
     "domains": dict,
     "text": dict,
+    "generation": dict,
     "fused": dict,
     "quantized": dict,
     "pruned": dict,
@@ -151,6 +152,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _graphs(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of its .onnx files: what generates from a source has an encoder, and a decoder with a cache."""
+    cache = (manifest.get("generation") or {}).get("cache") or {}
+    return ("encoder", "decoder") if cache.get("cross") else ("model",)
+
+
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
@@ -167,7 +174,8 @@ def _check_keys(path: Path, manifest: Any) -> None:
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", manifest["min_onnxruntime"]):
         raise ArtifactError(f"{path}: key 'min_onnxruntime' is {manifest['min_onnxruntime']!r}, not X.Y.Z")
     text = manifest.get("text")
-    for name in ("model.onnx",) if text is None else ("model.onnx", "tokenizer.json"):
+    graphs = [f"{name}.onnx" for name in _graphs(manifest)]
+    for name in graphs if text is None else [*graphs, "tokenizer.json"]:
         if name not in manifest["files"]:
             raise ArtifactError(f"{path}: lists no file {name}")
     for settings in manifest["session"].values() or [None]:
@@ -587,25 +595,38 @@ class _Sessions:
         self.settings = _settings(manifest, provider)
         self.batch_tokens: int = self.settings.get("batch_tokens") or 256
         self._threads = threads
-        self._open = functools.partial(
-            open_session, folder / "model.onnx", manifest["min_onnxruntime"], provider, self.settings
-        )
+        self._opening = {
+            name: functools.partial(
+                open_session, folder / f"{name}.onnx", manifest["min_onnxruntime"], provider, self.settings
+            )
+            for name in _graphs(manifest)
+        }
         self._lock = threading.Lock()
-        self._by_threads: dict[int, Any] = {threads: self._open(threads)}
+        self._by_threads: dict[int, dict[str, Any]] = {threads: self._open(threads)}
         self._memory: dict[int, Literal["small", "given back", "large"]] = {}
         onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
         usual = self.settings.get("run_config") or {}
         self._usual = _run_options(onnxruntime, usual)
         self._giving_back = _run_options(onnxruntime, usual | (self.settings.get("give_back_config") or {}))
 
-    def run(self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _open(self, threads: int) -> dict[str, Any]:
+        return {name: opening(threads) for name, opening in self._opening.items()}
+
+    def by_name(self, threads: int) -> dict[str, Any]:
+        """The session of `model`, or those of `encoder` and `decoder`."""
+        with self._lock:
+            return self._by_threads[threads]
+
+    def run(
+        self, threads: int, outputs: Sequence[str], arrays: Mapping[str, np.ndarray], graph: str = "model"
+    ) -> dict[str, np.ndarray]:
         """Outputs by name."""
         positions = max((math.prod(array.shape[:2]) for array in arrays.values()), default=0)
         with self._lock:
             if threads not in self._by_threads:
                 _map_large_blocks()  # or what this session takes stays scattered over the heap when it is closed
                 self._by_threads[threads] = self._open(threads)
-            session = self._by_threads[threads]
+            session = self._by_threads[threads][graph]
             gives_back = self._gives_back(threads, positions > self.batch_tokens)
         try:
             found = session.run(list(outputs), dict(arrays), self._giving_back if gives_back else self._usual)

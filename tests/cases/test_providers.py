@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from torch import nn
 
@@ -121,7 +122,7 @@ def test_b182_control_flow_of_a_users_module_is_counted_in_the_report_inner_grap
     write_graph(graph, tmp_path / "model.onnx")
     model = eager_model(nn.Identity(), ["x:float32[n]", "c:bool[]"], ["y:float32[n]"])
     verification = {"passes": [_RECORD], "overall": _RECORD}
-    manifest = describe(tmp_path / "model.onnx", model, Cpu(), Pipeline(()), verification, {})
+    manifest = describe(ir.load(tmp_path / "model.onnx"), model, Cpu(), Pipeline(()), verification, {})
     assert manifest["control_flow"] == {"If": 2, "Loop": 0, "Scan": 0}
     assert "Control flow: 2 If, 0 Loop, 0 Scan." in report(manifest)
 
