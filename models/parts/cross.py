@@ -1,0 +1,51 @@
+"""Cross-attention of a decoder: queries from the decoder, keys and values from the encoder, made once per source."""
+
+from __future__ import annotations
+
+import math
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from tx_export.models.parts.attention import HIDDEN
+from tx_export.models.parts.causal import Cache
+from tx_export.models.parts.masks import KeyMask, visible
+
+__all__ = ["CrossAttention"]
+
+
+class CrossAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v for each head, over the real positions of the source."""
+
+    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.key = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.value = nn.Linear(d_model, num_heads * head_dim, bias)
+        self.output = nn.Linear(num_heads * head_dim, d_model, bias)
+
+    def memory(self, encoded: Tensor, row_is_real: Tensor) -> Cache:
+        """Keys and values [B, H, T, head_dim] of the encoded source [B, T, d_model].
+
+        Where row_is_real [B, 1, 1] is 0 the values are: whatever the weights, such a row attends to nothing.
+        """
+        key, value = (self._heads(product(encoded)) for product in (self.key, self.value))
+        return Cache(key, value * row_is_real[:, None])
+
+    def forward(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
+        """x [B, S, d_model] attends to the memory where mask [B, T] is real; returns [B, S, d_model]."""
+        weights = nn.functional.dropout(self._scores(x, memory, mask).softmax(dim=-1), self.dropout, self.training)
+        out: Tensor = self.output(rearrange(weights @ memory.value, "b h s d -> b s (h d)"))
+        return out
+
+    def weights(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
+        """The attention weights [B, H, S, T]; each row sums to 1, or to 0 where no position is real."""
+        return self._scores(x, memory, mask).softmax(dim=-1) * visible(mask, x.shape[1], causal=False)
+
+    def _scores(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
+        scores = self._heads(self.query(x)) @ memory.key.transpose(-2, -1) / math.sqrt(self.head_dim)
+        return scores.masked_fill(~visible(mask, x.shape[1], causal=False), HIDDEN)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b t (h d) -> b h t d", d=self.head_dim)

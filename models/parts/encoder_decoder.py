@@ -1,0 +1,147 @@
+"""Encoder-decoder Transformers (Vaswani et al. 2017): an encoder, and a decoder that attends to what it made.
+
+plain    input_ids, attention_mask [B, T], decoder_input_ids [B, S] -> logits [B, S, V]
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tx_export.models.parts.causal import Cache, CausalMask, CausalSelfAttention, causal_mask
+from tx_export.models.parts.cross import CrossAttention
+from tx_export.models.parts.masks import KeyMask, key_mask
+from tx_export.models.parts.positions import running_positions
+
+__all__ = [
+    "CrossDecoderLayer",
+    "EncoderDecoder",
+    "PostNormDecoderLayer",
+    "PreNormDecoderLayer",
+    "TokenEmbedding",
+]
+
+
+class TokenEmbedding(nn.Module):
+    """norm(scale * words + positions), ids and their positions [B, S] -> [B, S, d_model]."""
+
+    def __init__(
+        self,
+        words: nn.Embedding,
+        positions: nn.Module,
+        scale: float = 1.0,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.words, self.positions, self.scale = words, positions, scale
+        self.norm = nn.Identity() if norm is None else norm
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.norm(self.words(ids) * self.scale + self.positions(places)))
+        return out
+
+
+class CrossDecoderLayer(nn.Module, abc.ABC):
+    """What both orders of norm and residual are made of: self-attention, cross-attention and feed-forward."""
+
+    def __init__(
+        self,
+        attention: CausalSelfAttention,
+        cross_attention: CrossAttention,
+        feed_forward: nn.Module,
+        norms: tuple[nn.Module, nn.Module, nn.Module],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention, self.cross_attention, self.feed_forward = attention, cross_attention, feed_forward
+        self.attention_norm, self.cross_attention_norm, self.feed_forward_norm = norms
+        self.dropout = nn.Dropout(dropout)
+
+    @abc.abstractmethod
+    def forward(
+        self, x: Tensor, mask: CausalMask, past: Cache | None, memory: Cache, source: KeyMask
+    ) -> tuple[Tensor, Cache]:
+        """Hidden states [B, S, d_model] in and out, and the cache with the new positions."""
+
+
+class PostNormDecoderLayer(CrossDecoderLayer):
+    """x = norm(x + f(x)) for self-attention, cross-attention and feed-forward f."""
+
+    def forward(
+        self, x: Tensor, mask: CausalMask, past: Cache | None, memory: Cache, source: KeyMask
+    ) -> tuple[Tensor, Cache]:
+        attended, present = self.attention(x, mask, None, past)
+        x = self.attention_norm(x + self.dropout(attended))
+        x = self.cross_attention_norm(x + self.dropout(self.cross_attention(x, memory, source)))
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), present
+
+
+class PreNormDecoderLayer(CrossDecoderLayer):
+    """x = x + f(norm(x)) for self-attention, cross-attention and feed-forward f."""
+
+    def forward(
+        self, x: Tensor, mask: CausalMask, past: Cache | None, memory: Cache, source: KeyMask
+    ) -> tuple[Tensor, Cache]:
+        attended, present = self.attention(self.attention_norm(x), mask, None, past)
+        x = x + self.dropout(attended)
+        x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), memory, source))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))), present
+
+
+class EncoderDecoder(nn.Module):
+    """The plain form; embeddings and head may share their weights."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        embedding: nn.Module,
+        layers: Sequence[CrossDecoderLayer],
+        norm: nn.Module,
+        head: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.embedding, self.layers = encoder, embedding, nn.ModuleList(layers)
+        self.norm, self.head = norm, head
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        """Ids and mask [B, T] of the source, ids [B, S] of the target so far -> logits [B, S, V] of what follows."""
+        cross = self.encode(input_ids, attention_mask)
+        x, _ = self.decode(decoder_input_ids, None, attention_mask, cross, [None] * len(cross))
+        return self.logits(x)
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor) -> list[Cache]:
+        """Keys and values of the source [B, H, T, head_dim] for each layer of the decoder."""
+        encoded: Tensor = self.encoder(input_ids, attention_mask)
+        row_is_real = (attention_mask != 0).to(torch.int32).amax(dim=1).to(encoded.dtype)[:, None, None]
+        return [layer.cross_attention.memory(encoded, row_is_real) for layer in self._layers()]
+
+    def decode(
+        self,
+        decoder_input_ids: Tensor,  # [B, S]
+        decoder_attention_mask: Tensor | None,  # [B, P + S]; None: all are real
+        attention_mask: Tensor,  # [B, T]
+        cross: Sequence[Cache],
+        past: Sequence[Cache | None],
+    ) -> tuple[Tensor, list[Cache]]:
+        """Hidden states [B, S, d_model], and the cache with the new positions."""
+        real = torch.ones_like(decoder_input_ids) if decoder_attention_mask is None else decoder_attention_mask
+        dtype = cross[0].key.dtype
+        mask, source, present = causal_mask(real, decoder_input_ids, dtype), key_mask(attention_mask, dtype), []
+        x: Tensor = self.embedding(decoder_input_ids, running_positions(real).gather(1, mask.places))
+        for layer, memory, cache in zip(self._layers(), cross, past, strict=True):
+            x, grown = layer(x, mask, cache, memory, source)
+            present.append(grown)
+        return self.norm(x), present
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, S, d_model] -> [B, S, V]."""
+        out: Tensor = self.head(hidden)
+        return out
+
+    def _layers(self) -> Sequence[CrossDecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CrossDecoderLayer)]
