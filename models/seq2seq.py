@@ -11,10 +11,10 @@ from tx_export.models._encoder import EncoderSpec
 from tx_export.models.parts.causal import CausalSelfAttention
 from tx_export.models.parts.cross import CrossAttention
 from tx_export.models.parts.encoder_decoder import (
-    CrossDecoderLayer,
+    CrossLayer,
     EncoderDecoder,
-    PostNormDecoderLayer,
-    PreNormDecoderLayer,
+    PostNormCrossLayer,
+    PreNormCrossLayer,
     TokenEmbedding,
 )
 from tx_export.models.parts.layers import FeedForward
@@ -51,9 +51,9 @@ class Seq2seq(EncoderSpec):
         layers = [self._layer() for _ in range(self.num_layers)]
         return EncoderDecoder(encoder, embedding, layers, nn.Identity() if self.norm == "post" else self._norm(), head)
 
-    def _layer(self) -> CrossDecoderLayer:
+    def _layer(self) -> CrossLayer:
         heads = (self.num_heads, self._head_dim)
-        layer = PostNormDecoderLayer if self.norm == "post" else PreNormDecoderLayer
+        layer = PostNormCrossLayer if self.norm == "post" else PreNormCrossLayer
         return layer(
             CausalSelfAttention(self.d_model, self.num_heads, *heads, True, True, dropout=self.dropout),
             CrossAttention(self.d_model, *heads, self.dropout),

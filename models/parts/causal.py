@@ -20,7 +20,8 @@ from tx_export.models.parts.positions import RotaryPositions, counted_positions
 
 __all__ = ["Cache", "CausalMask", "CausalSelfAttention", "NormedCausalSelfAttention", "causal_mask"]
 
-_TURNED_INSIDE = 16  # the fused operator turns heads of a multiple of so many channels
+_FUSED = 8  # the fused operator takes heads of a multiple of so many channels
+_TURNED_INSIDE = 16  # and turns those of a multiple of so many
 _PADDING = -10000.0  # added to the scores of padding, as the fused encoder attention does
 
 
@@ -95,7 +96,7 @@ class CausalSelfAttention(nn.Module):
     def _context(
         self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
     ) -> tuple[Tensor, Cache]:
-        if spelling() == "fused" and past is not None:
+        if spelling() == "fused" and past is not None and self.head_dim % _FUSED == 0:
             return self._fused(packed, mask, rotary, past)
         q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(packed))
         start = 0 if past is None else past.key.shape[2]

@@ -17,10 +17,10 @@ from tx_export.models.parts.masks import KeyMask, key_mask
 from tx_export.models.parts.positions import running_positions
 
 __all__ = [
-    "CrossDecoderLayer",
+    "CrossLayer",
     "EncoderDecoder",
-    "PostNormDecoderLayer",
-    "PreNormDecoderLayer",
+    "PostNormCrossLayer",
+    "PreNormCrossLayer",
     "TokenEmbedding",
 ]
 
@@ -46,7 +46,7 @@ class TokenEmbedding(nn.Module):
         return out
 
 
-class CrossDecoderLayer(nn.Module, abc.ABC):
+class CrossLayer(nn.Module, abc.ABC):
     """What both orders of norm and residual are made of: self-attention, cross-attention and feed-forward."""
 
     def __init__(
@@ -69,7 +69,7 @@ class CrossDecoderLayer(nn.Module, abc.ABC):
         """Hidden states [B, S, d_model] in and out, and the cache with the new positions."""
 
 
-class PostNormDecoderLayer(CrossDecoderLayer):
+class PostNormCrossLayer(CrossLayer):
     """x = norm(x + f(x)) for self-attention, cross-attention and feed-forward f."""
 
     def forward(
@@ -81,7 +81,7 @@ class PostNormDecoderLayer(CrossDecoderLayer):
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), present
 
 
-class PreNormDecoderLayer(CrossDecoderLayer):
+class PreNormCrossLayer(CrossLayer):
     """x = x + f(norm(x)) for self-attention, cross-attention and feed-forward f."""
 
     def forward(
@@ -100,7 +100,7 @@ class EncoderDecoder(nn.Module):
         self,
         encoder: nn.Module,
         embedding: nn.Module,
-        layers: Sequence[CrossDecoderLayer],
+        layers: Sequence[CrossLayer],
         norm: nn.Module,
         head: nn.Module,
     ) -> None:
@@ -143,5 +143,5 @@ class EncoderDecoder(nn.Module):
         out: Tensor = self.head(hidden)
         return out
 
-    def _layers(self) -> Sequence[CrossDecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, CrossDecoderLayer)]
+    def _layers(self) -> Sequence[CrossLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CrossLayer)]
