@@ -97,7 +97,7 @@ def test_a_run_that_fails_in_onnxruntime_is_an_error_with_the_shapes(tmp_path: P
 
 
 def test_the_settings_of_the_manifest_reach_the_session(tmp_path: Path) -> None:
-    session = Model(make_artifact(tmp_path / "a"), threads=3)._sessions._by_threads[3]
+    session = Model(make_artifact(tmp_path / "a"), threads=3)._sessions.by_name(3)["model"]
     options = session.get_session_options()
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
     assert options.intra_op_num_threads == 3 and not options.enable_mem_pattern and options.enable_cpu_mem_arena
