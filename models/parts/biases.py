@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AlibiBias", "RelativeBias", "alibi_slopes", "distances", "relative_buckets"]
+__all__ = ["AlibiBias", "RelativeBias", "alibi_slopes", "causal_buckets", "distances", "relative_buckets"]
 
 
-def distances(positions: Tensor) -> Tensor:
-    """Key minus query: positions [B, T] -> int32 [B, T, T]."""
-    places = positions.to(torch.int32)
-    return places[:, None, :] - places[:, :, None]
+def distances(queries: Tensor, keys: Tensor | None = None) -> Tensor:
+    """Key minus query: positions of queries [B, S], and of keys [B, T] if they are others -> int32 [B, S, T]."""
+    places = queries.to(torch.int32)
+    return (places if keys is None else keys.to(torch.int32))[:, None, :] - places[:, :, None]
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -25,7 +26,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 class AlibiBias(nn.Module):
-    """-slope |distance|: positions [B, T] -> [B, H, T, T]."""
+    """-slope |distance|, of the positions that `distances` takes -> [B, H, S, T]."""
 
     slopes: Tensor
 
@@ -33,33 +34,49 @@ class AlibiBias(nn.Module):
         super().__init__()
         self.register_buffer("slopes", -alibi_slopes(num_heads)[:, None, None], persistent=False)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return distances(positions).abs().to(self.slopes.dtype)[:, None] * self.slopes
+    def forward(self, queries: Tensor, keys: Tensor | None = None) -> Tensor:
+        return distances(queries, keys).abs().to(self.slopes.dtype)[:, None] * self.slopes
 
 
 def relative_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """Half of the buckets for keys behind the query; exact up to a quarter, then by logarithm (Raffel et al. 2020)."""
-    half, exact = buckets // 2, buckets // 4
-    size = distance.abs()
+    """Half of the buckets for keys behind the query, half for those ahead (Raffel et al. 2020)."""
+    half = buckets // 2
+    return (distance > 0) * half + _by_size(distance.abs(), half, max_distance)
+
+
+def causal_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """All buckets for keys behind the query; those ahead share the first."""
+    return _by_size((-distance).clamp(min=0), buckets, max_distance)
+
+
+def _by_size(size: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Exact in the first half of the buckets, then by logarithm."""
+    exact = buckets // 2
     scale = math.log(max_distance / exact)
-    far = exact + (torch.log(size.float() / exact) / scale * (half - exact)).to(torch.int64)
-    return (distance > 0) * half + torch.where(size < exact, size, far.clamp(max=half - 1))
+    far = exact + (torch.log(size.float() / exact) / scale * (buckets - exact)).to(torch.int64)
+    return torch.where(size < exact, size, far.clamp(max=buckets - 1))
 
 
 class RelativeBias(nn.Module):
-    """One number for each head and bucket of distances: positions [B, T] -> [B, H, T, T]."""
+    """One number for each head and bucket, of the positions that `distances` takes -> [B, H, S, T]."""
 
     buckets: Tensor
 
-    def __init__(self, num_heads: int, buckets: int, max_distance: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        buckets: int,
+        max_distance: int,
+        in_buckets: Callable[[Tensor, int, int], Tensor] = relative_buckets,
+    ) -> None:
         super().__init__()
         self.max_distance = max_distance
         self.table = nn.Embedding(buckets, num_heads)
         # All distances beyond max_distance share the last bucket.
         near = torch.arange(-max_distance, max_distance + 1)
-        self.register_buffer("buckets", relative_buckets(near, buckets, max_distance), persistent=False)
+        self.register_buffer("buckets", in_buckets(near, buckets, max_distance), persistent=False)
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, keys: Tensor | None = None) -> Tensor:
         by_distance = self.table(self.buckets)  # [2 max_distance + 1, H]
-        index = distances(positions).clamp(-self.max_distance, self.max_distance) + self.max_distance
+        index = distances(queries, keys).clamp(-self.max_distance, self.max_distance) + self.max_distance
         return nn.functional.embedding(index, by_distance).permute(0, 3, 1, 2)

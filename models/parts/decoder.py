@@ -1,4 +1,4 @@
-"""Decoder-only Transformers, pre-norm: the plain form, and the form with a cache that is exported.
+"""Decoder-only Transformers: the plain form, and the form with a cache that is exported.
 
 plain    input_ids, attention_mask [B, T]                                    -> logits [B, T, V]
 cached   input_ids [B, S], attention_mask [B, T], logits_at [L], the cache   -> logits [B, L, V], the cache of T
@@ -6,19 +6,40 @@ cached   input_ids [B, S], attention_mask [B, T], logits_at [L], the cache   -> 
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tx_export.models.parts.attention import spelling
+from tx_export.models.parts.biases import AlibiBias, RelativeBias
 from tx_export.models.parts.causal import Cache, CausalMask, CausalSelfAttention, causal_mask
 from tx_export.models.parts.norms import RMSNorm
-from tx_export.models.parts.positions import LearnedPositions, RotaryPositions, running_positions
+from tx_export.models.parts.positions import (
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    counted_positions,
+    running_positions,
+)
 
-__all__ = ["CachedDecoder", "Decoder", "DecoderLayer", "SwishFeedForward"]
+__all__ = ["CachedDecoder", "Decoder", "DecoderLayer", "PostNormDecoderLayer", "ScaledEmbedding", "SwishFeedForward"]
 
 Norm = nn.LayerNorm | RMSNorm
+Positions = RotaryPositions | LearnedPositions | SinusoidalPositions | AlibiBias | RelativeBias
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows times sqrt(d_model); they start so small that they then have unit variance, as logits of them have."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__(vocab_size, d_model)
+        nn.init.normal_(self.weight, std=d_model**-0.5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * math.sqrt(self.embedding_dim)
 
 
 class SwishFeedForward(nn.Module):
@@ -45,8 +66,8 @@ def _swish(x: Tensor) -> Tensor:
     )
 
 
-class DecoderLayer(nn.Module):
-    """x = x + attention(norm(x)); x = x + feed_forward(norm(x)). What was added last comes beside the sum so far."""
+class _Layer(nn.Module, abc.ABC):
+    """What both orders of norm and residual are made of."""
 
     def __init__(
         self, attention: CausalSelfAttention, feed_forward: nn.Module, norms: tuple[Norm, Norm], dropout: float = 0.0
@@ -56,16 +77,38 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.feed_forward_norm = norms
         self.dropout = nn.Dropout(dropout)
 
+    @abc.abstractmethod
     def forward(
         self, x: Tensor, added: Tensor | None, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
-    ) -> tuple[Tensor, Tensor, Cache]:
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        """x [B, S, d_model], and what is still to be added to it; the same of the next layer, and the cache."""
+
+
+class DecoderLayer(_Layer):
+    """x = x + attention(norm(x)); x = x + feed_forward(norm(x)). What was added last comes beside the sum so far."""
+
+    def forward(
+        self, x: Tensor, added: Tensor | None, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Tensor | None, Cache]:
         normed, x = _normed(self.attention_norm, x, added)
         attended, present = self.attention(normed, mask, rotary, past)
         normed, x = _normed(self.feed_forward_norm, x, self.dropout(attended))
         return x, self.dropout(self.feed_forward(normed)), present
 
 
-def _normed(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+class PostNormDecoderLayer(_Layer):
+    """x = norm(x + attention(x)); x = norm(x + feed_forward(x)); nothing is left to be added."""
+
+    def forward(
+        self, x: Tensor, added: Tensor | None, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        attended, present = self.attention(x, mask, rotary, past)
+        x, _ = _normed(self.attention_norm, x, self.dropout(attended))
+        x, _ = _normed(self.feed_forward_norm, x, self.dropout(self.feed_forward(x)))
+        return x, None, present
+
+
+def _normed(norm: Norm | nn.Identity, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of the sum, and the sum."""
     if added is None:
         return norm(x), x
@@ -73,14 +116,17 @@ def _normed(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor
 
 
 class Decoder(nn.Module):
-    """The plain form; `positions` are turned by or added, None where neither is; `head` may share the embedding."""
+    """The plain form; by `positions` query and key are turned, or they are added to the embeddings or to the scores.
+
+    `head` may share the embedding; the norm behind post-norm layers is an Identity.
+    """
 
     def __init__(
         self,
         words: nn.Embedding,
-        positions: RotaryPositions | LearnedPositions | None,
-        layers: Sequence[DecoderLayer],
-        norm: Norm,
+        positions: Positions,
+        layers: Sequence[DecoderLayer | PostNormDecoderLayer],
+        norm: Norm | nn.Identity,
         head: nn.Linear,
         dropout: float = 0.0,
     ) -> None:
@@ -98,10 +144,15 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Cache]]:
         """Normed hidden states [B, S, d_model], and the cache with the new positions."""
         x: Tensor = self.words(input_ids)
-        rotary = self.positions if isinstance(self.positions, RotaryPositions) else None
-        mask = causal_mask(attention_mask, input_ids, x.dtype)
-        if isinstance(self.positions, LearnedPositions):
-            x = x + self.positions(running_positions(attention_mask).gather(1, mask.places))
+        rotary, mask = None, causal_mask(attention_mask, input_ids, x.dtype)
+        match self.positions:
+            case RotaryPositions():
+                rotary = self.positions
+            case AlibiBias() | RelativeBias():
+                bias = self.positions(mask.places[:1], counted_positions(attention_mask[:1]))  # [1, H, S, T]
+                mask = mask._replace(bias=mask.bias + bias)
+            case _:
+                x = x + self.positions(running_positions(attention_mask).gather(1, mask.places))
         x, added, present = self.dropout(x), None, []
         for layer, cache in zip(self.layers, past, strict=True):
             x, added, grown = layer(x, added, mask, rotary, cache)
