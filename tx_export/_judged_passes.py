@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -41,10 +42,11 @@ def context_of(
     """What passes are given: by `lines`, and by `labelled` ones, they may choose something."""
     asked = {} if budget is None else dataclasses.asdict(budget)
     probes = [case.feeds for case in grid(model, _PROBE_TOKENS) if case.mask != "empty"]
+    start = functools.partial(_as_on_target, provider=provider, isa=isa or "")
     return Context(
         module=model.module,
         feeds=text_feeds(model, lines) if model.text is not None and lines else (),
-        open=lambda graph: plain_runner(model, _as_on_target(graph, provider, isa or "")),
+        open=lambda graph: plain_runner(model, start(graph)),
         provider=provider,
         isa=isa or "",
         probes=probes[::-1],  # the largest first
@@ -52,6 +54,7 @@ def context_of(
         budget={key: limit for key, limit in asked.items() if limit is not None},
         drift=_Drift(model),
         accuracy=(lambda runner: check_accuracy(model, runner, labelled).artifact) if labelled else None,
+        open_cached=None if model.cache is None else start,
     )
 
 

@@ -91,6 +91,7 @@ class Context:
         None  # from eager; the worst of all outputs
     )
     accuracy: Callable[[Runner], float] | None = None  # the share of labelled rows, kept for choosing, that are right
+    open_cached: Callable[[ir.Model], Runner] | None = None  # as `open`, of a graph with a cache as it stands
 
 
 @dataclass(frozen=True)
