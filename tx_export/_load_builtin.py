@@ -16,7 +16,15 @@ from typing import Any, Literal
 import torch
 
 from tx_export._load_fit import build_seeded, fill, matched
-from tx_export._load_text import bounded, check_tokenizer, read_utf8, table_of, vocabulary
+from tx_export._load_text import (
+    bounded,
+    bounded_cache,
+    check_tokenizer,
+    ending_open,
+    read_utf8,
+    table_of,
+    vocabulary,
+)
 from tx_export._load_weights import Weights, read_metadata, read_weights
 from tx_export.errors import LoadError, PluginError
 from tx_export.spec import BuiltInSpec, EagerModel, TextSpec
@@ -51,6 +59,7 @@ def load_built_in(
             f"max-length {max_length} is more than the {table} positions of {family}; --set max_length=... adds some"
         )
     fields = json.loads(json.dumps(dataclasses.asdict(spec)))  # type: ignore[call-overload]
+    text, cache = _text(tokenizer, spec, fields, max_length or table or 512), bounded_cache(spec.cache(), max_length)
     return EagerModel(
         name=size if family == "classifier" else f"{family}-{size}",
         source=family,
@@ -61,8 +70,10 @@ def load_built_in(
         outputs=bounded(spec.outputs(), max_length),
         config=fields,
         weights=origin,
-        text=_text(tokenizer, spec, fields, max_length or table or 512),
+        text=text if text is None or cache is None or cache.cross else ending_open(text),
         padding="any",
+        cache=cache,
+        generation=spec.generation(),
     )
 
 

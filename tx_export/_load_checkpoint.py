@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from tx_export import plugins
+from tx_export._chat import read_chat
 from tx_export._load_fit import build_seeded, fill, matched
+from tx_export._load_generation import read_generation
 from tx_export._load_scores import is_cross_encoder, read_scores
-from tx_export._load_text import bounded, read_text, table_of
+from tx_export._load_text import bounded, bounded_cache, ending_open, read_text, table_of, vocabulary
 from tx_export._load_weights import Weights, find_files, read_json, read_weights
 from tx_export.errors import LoadError
-from tx_export.spec import CheckpointSpec, EagerModel
+from tx_export.spec import CacheSpec, CheckpointSpec, EagerModel, GenerationSpec, TextSpec
 
 __all__ = ["load_folder"]
 
@@ -48,7 +50,9 @@ def load_folder(
         raise LoadError(f"max-length {max_length} is more than the {table} positions that {source} has")
     fields = json.loads(json.dumps(dataclasses.asdict(spec)))  # type: ignore[call-overload]
     scores = read_scores(whole, config, fields.get("labels") or ())
-    text = read_text(folder, fields, spec.inputs(), max_length, scores)
+    cache = bounded_cache(spec.cache(), max_length)
+    text = read_text(folder, fields, spec.inputs(), max_length if cache is None else max_length or table, scores)
+    text, generation = _read_generation(folder, config, spec, cache, text)
     module, origin = _build(spec, folder, weights)
     return EagerModel(
         name=name,
@@ -63,9 +67,22 @@ def load_folder(
         text=text,
         # What comes behind a position changes nothing there, and before it counts by its distance.
         padding="right" if spec.cache() is None else "any",
-        cache=spec.cache(),
+        cache=cache,
+        generation=generation,
         pad_id=fields["pad_token_id"] if spec.counts_real_ids else None,
     )
+
+
+def _read_generation(
+    folder: Path, config: Mapping[str, Any], spec: CheckpointSpec, cache: CacheSpec | None, text: TextSpec | None
+) -> tuple[TextSpec | None, GenerationSpec | None]:
+    """What stands around a continuation; a prompt of a decoder alone ends where its text ends."""
+    if cache is None:
+        return text, None
+    generation = read_generation(folder, config, vocabulary(spec.inputs()), cache.cross)
+    if text is None or cache.cross:
+        return text, generation
+    return ending_open(text), dataclasses.replace(generation, chat=read_chat(folder))
 
 
 def _build(spec: CheckpointSpec, folder: Path, weights: Path | int | None) -> tuple[torch.nn.Module, str]:

@@ -7,16 +7,26 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, normalizers, processors
 
 from tx_export._load_weights import read_json
 from tx_export.errors import LoadError
-from tx_export.spec import Dim, Scores, TensorSpec, TextSpec
+from tx_export.spec import CacheSpec, Dim, Scores, TensorSpec, TextSpec
 
-__all__ = ["bounded", "check_tokenizer", "read_text", "read_utf8", "table_of", "vocabulary"]
+__all__ = [
+    "bounded",
+    "bounded_cache",
+    "check_tokenizer",
+    "ending_open",
+    "read_text",
+    "read_utf8",
+    "table_of",
+    "vocabulary",
+]
 
 _log = logging.getLogger("tx_export")
 
@@ -43,6 +53,13 @@ def bounded(specs: tuple[TensorSpec, ...], max_length: int | None) -> tuple[Tens
     )
 
 
+def bounded_cache(cache: CacheSpec | None, max_length: int | None) -> CacheSpec | None:
+    """Of a decoder alone max_length bounds prompt and continuation together; behind an encoder, the encoder's text."""
+    if cache is None or cache.cross or max_length is None:
+        return cache
+    return replace(cache, max_length=min(cache.max_length, max_length))
+
+
 def vocabulary(inputs: tuple[TensorSpec, ...]) -> int | None:
     """How many ids the embedding has."""
     return next((int(spec.high) + 1 for spec in inputs if spec.name == "input_ids" and spec.high is not None), None)
@@ -61,6 +78,19 @@ def check_tokenizer(text: str, vocab_size: int | None, place: object) -> Tokeniz
         named = ", ".join(f"{index} ({token!r})" for index, token in over[:10])
         raise LoadError(f"{place}: {len(over)} ids are outside the embedding's 0 to {vocab_size - 1}: {named}")
     return tokenizer
+
+
+def ending_open(text: TextSpec) -> TextSpec:
+    """Special tokens that a tokenizer puts behind a text are left out, so that the text can go on."""
+    tokenizer = Tokenizer.from_str(text.tokenizer)
+    special = tokenizer.encode("a").special_tokens_mask
+    before, behind = (len(list(takewhile(bool, mask))) for mask in (special, reversed(special)))
+    if behind in (0, len(special)):
+        return text
+    names = tokenizer.encode("a").tokens[:before]
+    known = [(name, tokenizer.token_to_id(name)) for name in sorted(set(names))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*names, "$A"], special_tokens=known)
+    return replace(text, tokenizer=tokenizer.to_str())
 
 
 def read_utf8(file: Path) -> str:

@@ -20,7 +20,7 @@ from tx_export.export import least_onnxruntime
 from tx_export.metrics import Meter, fidelity_bound
 from tx_export.models.parts.attention import Attention
 from tx_export.passes import Coverage, Left, Pipeline
-from tx_export.spec import EagerModel, TensorSpec
+from tx_export.spec import CacheSpec, EagerModel, GenerationSpec, TensorSpec
 from tx_export.verify import eager_runner, grid
 
 __all__ = ["describe", "samples"]
@@ -56,7 +56,7 @@ def describe(
         # Behind those of a model that generates comes its cache.
         "inputs": [_tensor(spec, value) for spec, value in zip(model.inputs, graph.graph.inputs, strict=False)],
         "outputs": [_tensor(spec, value) for spec, value in zip(model.outputs, graph.graph.outputs, strict=False)],
-        **({} if model.cache is None else {"generation": {"cache": dataclasses.asdict(model.cache)}}),
+        **({} if model.cache is None else {"generation": _generation(model.cache, model.generation)}),
         "text": None if model.text is None else _text(model),
         "heads_per_layer": _heads(graph, model.module),
         "fused": _fused(graph, changed).to_json(),
@@ -106,6 +106,10 @@ def _tensor(spec: TensorSpec, value: ir.Value) -> dict[str, Any]:
     dims = [dim if isinstance(dim, int) else str(dim) for dim in spec.dims]
     source = {} if dtype == spec.dtype else {"source_dtype": spec.dtype}
     return {"name": value.name, "dtype": dtype, **source, "dims": dims} | values
+
+
+def _generation(cache: CacheSpec, generation: GenerationSpec | None) -> dict[str, Any]:
+    return {"cache": dataclasses.asdict(cache), **dataclasses.asdict(generation or GenerationSpec())}
 
 
 def _text(model: EagerModel) -> dict[str, Any]:
