@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tx_export.models.parts.attention import HIDDEN
+from tx_export.models.parts.attention import HIDDEN, spelling
 from tx_export.models.parts.causal import Cache
 from tx_export.models.parts.masks import KeyMask, visible
 
@@ -35,17 +36,44 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
         """x [B, S, d_model] attends to the memory where mask [B, T] is real; returns [B, S, d_model]."""
-        weights = nn.functional.dropout(self._scores(x, memory, mask).softmax(dim=-1), self.dropout, self.training)
-        out: Tensor = self.output(rearrange(weights @ memory.value, "b h s d -> b s (h d)"))
+        out: Tensor = self.output(self._context(self.query(x), memory, mask))
         return out
 
     def weights(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
         """The attention weights [B, H, S, T]; each row sums to 1, or to 0 where no position is real."""
-        return self._scores(x, memory, mask).softmax(dim=-1) * visible(mask, x.shape[1], causal=False)
+        return self._weights(self.query(x), memory, mask) * visible(mask, x.shape[1], causal=False)
 
-    def _scores(self, x: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
-        scores = self._heads(self.query(x)) @ memory.key.transpose(-2, -1) / math.sqrt(self.head_dim)
-        return scores.masked_fill(~visible(mask, x.shape[1], causal=False), HIDDEN)
+    def _context(self, q: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
+        match spelling():
+            case "fused":
+                return torch.onnx.ops.symbolic(
+                    "com.microsoft::MultiHeadAttention",
+                    (q, memory.key, memory.value, None, mask.keys),
+                    {"num_heads": self.num_heads},
+                    dtype=q.dtype,
+                    shape=q.shape,
+                    version=1,
+                )
+            case "attention":
+                # The CPU kernel of ONNX Runtime wants the query axis of the mask in full.
+                seen = visible(mask, q.shape[1], causal=False).expand(-1, -1, q.shape[1], -1)
+                context, *_ = torch.onnx.ops.attention(self._heads(q), memory.key, memory.value, seen)
+            case "plain":
+                weights = self._weights(q, memory, mask)
+                context = nn.functional.dropout(weights, self.dropout, self.training) @ memory.value
+        out: Tensor = rearrange(context, "b h s d -> b s (h d)")
+        return out
+
+    def _weights(self, q: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
+        scores = self._heads(q) @ memory.key.transpose(-2, -1) / math.sqrt(self.head_dim)
+        return scores.masked_fill(~visible(mask, q.shape[1], causal=False), HIDDEN).softmax(dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return rearrange(x, "b t (h d) -> b h t d", d=self.head_dim)
+        if not torch.onnx.is_in_onnx_export():
+            return rearrange(x, "b t (h d) -> b h t d", d=self.head_dim)
+        # Sizes that are kept are not read: of two halves in one graph, one must not read an input of the other.
+        sizes = torch.tensor([0, 0, self.num_heads, self.head_dim])
+        split = torch.onnx.ops.symbolic(
+            "Reshape", (x, sizes), dtype=x.dtype, shape=(*x.shape[:2], self.num_heads, self.head_dim)
+        )
+        return split.transpose(1, 2)

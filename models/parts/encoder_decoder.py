@@ -1,12 +1,15 @@
 """Encoder-decoder Transformers (Vaswani et al. 2017): an encoder, and a decoder that attends to what it made.
 
-plain    input_ids, attention_mask [B, T], decoder_input_ids [B, S] -> logits [B, S, V]
+plain    input_ids, attention_mask [B, T], decoder_input_ids [B, S]              -> logits [B, S, V]
+cached   the source as above                                                     -> its keys and values for each layer
+         with these: the mask of the source [B, T], decoder_input_ids [B, S],
+         decoder_attention_mask [B, P + S], logits_at [L], the cache of P        -> logits [B, L, V], the cache of P + S
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from tx_export.models.parts.masks import KeyMask, key_mask
 from tx_export.models.parts.positions import running_positions
 
 __all__ = [
+    "CachedEncoderDecoder",
     "CrossLayer",
     "EncoderDecoder",
     "PostNormCrossLayer",
@@ -145,3 +149,28 @@ class EncoderDecoder(nn.Module):
 
     def _layers(self) -> Sequence[CrossLayer]:
         return [layer for layer in self.layers if isinstance(layer, CrossLayer)]
+
+
+class CachedEncoderDecoder(nn.Module):
+    """The cached form over the same parameters: two halves in one graph, the decoder's reads nothing of the encoder's.
+
+    Tensors are flat, key and value of each layer: those of the source as the decoder's half takes them, then the cache.
+    """
+
+    def __init__(self, model: EncoderDecoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, logits_at, *flat = tensors
+        caches = [Cache(key, value) for key, value in zip(flat[::2], flat[1::2], strict=True)]
+        cross, past = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+        encoded = self.model.encode(input_ids, attention_mask)
+        x, present = self.model.decode(decoder_input_ids, decoder_attention_mask, attention_mask, cross, past)
+        logits = self.model.logits(x.index_select(1, logits_at))
+        return *_flat(encoded), logits, *_flat(present)
+
+
+def _flat(caches: Sequence[Cache]) -> Iterator[Tensor]:
+    for cache in caches:
+        yield from cache
