@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from torch import nn
+
 from tx_export.models.parts.decoder import CachedDecoder, Decoder
+from tx_export.models.parts.encoder_decoder import CachedEncoderDecoder, EncoderDecoder
 from tx_export.runtime_generate import Run, logits_with_cache
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
@@ -17,26 +20,50 @@ def cached_form(model: EagerModel) -> EagerModel:
     cache = model.cache
     if cache is None:
         return model
-    assert isinstance(model.module, Decoder)
     batch, longest = Dim("batch"), cache.max_length
-    ids, mask = model.inputs
+    *source, ids, mask = (*model.inputs, _mask_of(model.inputs[-1])) if cache.cross else model.inputs
     logits = model.outputs[0]
 
-    def caches(what: str, length: str) -> list[TensorSpec]:
-        dims = (batch, cache.heads, Dim(length, longest), cache.head_dim)
+    def caches(what: str, length: str, most: int) -> list[TensorSpec]:
+        dims = (batch, cache.heads, Dim(length, most), cache.head_dim)
         return [TensorSpec(name, logits.dtype, dims) for name in cache.names(what)]
 
+    def encoded(what: str) -> list[TensorSpec]:
+        tokens = model.inputs[0].dims[1]
+        assert isinstance(tokens, Dim)
+        return caches(what, tokens.name, tokens.bound or longest) if cache.cross else []
+
     inputs = (
-        dataclasses.replace(ids, dims=(batch, Dim("tokens", longest))),
+        *source,
+        dataclasses.replace(ids, dims=(batch, Dim(_new(ids), longest))),
         dataclasses.replace(mask, dims=(batch, Dim("total", longest))),
         TensorSpec("logits_at", "int64", (Dim("kept", longest),), 0, 1),
-        *caches("past", "past"),
+        *encoded("cross"),
+        *caches("past", "past", longest),
     )
     outputs = (
+        *encoded("encoded"),
         dataclasses.replace(logits, dims=(batch, Dim("kept", longest), logits.dims[-1])),
-        *caches("present", "grown"),
+        *caches("present", "grown", longest),
     )
-    return dataclasses.replace(model, module=CachedDecoder(model.module), inputs=inputs, outputs=outputs)
+    return dataclasses.replace(model, module=_module(model.module), inputs=inputs, outputs=outputs)
+
+
+def _mask_of(ids: TensorSpec) -> TensorSpec:
+    return TensorSpec(ids.name.replace("input_ids", "attention_mask"), "int64", ids.dims, 0, 1)
+
+
+def _new(ids: TensorSpec) -> str:
+    """The name of the dim of new tokens."""
+    assert isinstance(ids.dims[1], Dim)
+    return ids.dims[1].name
+
+
+def _module(plain: nn.Module) -> nn.Module:
+    if isinstance(plain, EncoderDecoder):
+        return CachedEncoderDecoder(plain)
+    assert isinstance(plain, Decoder)
+    return CachedDecoder(plain)
 
 
 def plain_runner(model: EagerModel, run: Run) -> Run:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tx_export._continuations import continued
 from tx_export.errors import LoadError
 from tx_export.plugins import foreign
 from tx_export.spec import EagerModel
@@ -89,6 +90,8 @@ def _batch(model: EagerModel, rows: Sequence[Array]) -> dict[str, Array]:
         tokens = row.shape[1]
         values["input_ids"][number, :tokens], values["token_type_ids"][number, :tokens] = row
         values["attention_mask"][number, :tokens] = 1
+    if model.cache is not None and model.cache.cross:
+        values["decoder_input_ids"] = continued(model, values)
     unknown = [spec.name for spec in model.inputs if spec.name not in values]
     if unknown:
         raise LoadError(
