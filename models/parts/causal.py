@@ -6,7 +6,6 @@ counted: rotary angles are relative, so padding on the left changes nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from tx_export.models.parts.attention import HIDDEN, spelling
+from tx_export.models.parts.biases import distances
 from tx_export.models.parts.norms import RMSNorm
 from tx_export.models.parts.positions import RotaryPositions, counted_positions
 
@@ -22,6 +22,7 @@ __all__ = ["Cache", "CausalMask", "CausalSelfAttention", "NormedCausalSelfAttent
 
 _FUSED = 8  # the fused operator takes heads of a multiple of so many channels
 _TURNED_INSIDE = 16  # and turns those of a multiple of so many
+_LONGEST = 1 << 31
 _PADDING = -10000.0  # added to the scores of padding, as the fused encoder attention does
 
 
@@ -42,6 +43,7 @@ class CausalMask(NamedTuple):
     last: Tensor  # int32 [B]: T - 1
     total: Tensor  # int32 []: T
     places: Tensor  # int64 [B, S] of the new tokens in the cache, T - S to T - 1
+    keys: Tensor  # int64 [1, T]: 0 to T - 1
 
 
 def causal_mask(attention_mask: Tensor, input_ids: Tensor, dtype: torch.dtype) -> CausalMask:
@@ -52,11 +54,15 @@ def causal_mask(attention_mask: Tensor, input_ids: Tensor, dtype: torch.dtype) -
     last = (attention_mask * 0 + 1).to(torch.int32).sum(dim=1, dtype=torch.int32) - 1
     counted = counted_positions(input_ids)
     places = counted + (last[:, None] - counted[:, -1:])
-    return CausalMask(rows + padding[:, None, None, :], last, last.amax(dim=0) + 1, places)
+    bias, keys = rows + padding[:, None, None, :], counted_positions(attention_mask[:1])
+    return CausalMask(bias, last, last.amax(dim=0) + 1, places, keys)
 
 
 class CausalSelfAttention(nn.Module):
-    """Heads of `head_dim` channels; a window of W shows a query its own position and the W - 1 before it."""
+    """Heads of `head_dim` channels; a window of W shows a query its own position and the W - 1 before it.
+
+    Scores are products times `scale`, 1 / sqrt(head_dim) if it is None.
+    """
 
     def __init__(
         self,
@@ -68,9 +74,11 @@ class CausalSelfAttention(nn.Module):
         output_bias: bool = False,
         window: int | None = None,
         dropout: float = 0.0,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
         self._heads = (num_heads, num_kv_heads, num_kv_heads)
         self.window, self.dropout = window, dropout
         self.query = nn.Linear(d_model, num_heads * head_dim, bias)
@@ -99,17 +107,15 @@ class CausalSelfAttention(nn.Module):
         if spelling() == "fused" and past is not None and self.head_dim % _FUSED == 0:
             return self._fused(packed, mask, rotary, past)
         q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(packed))
-        start = 0 if past is None else past.key.shape[2]
         if rotary is not None:
-            q, k = rotary.turn(q, start), rotary.turn(k, start)
-        if past is not None:
-            k, v = torch.cat((past.key, k), dim=2), torch.cat((past.value, v), dim=2)
-        present, groups = Cache(k, v), self.num_heads // self.num_kv_heads
+            q, k = rotary.turn(q, mask.places[0]), rotary.turn(k, mask.places[0])
+        (k, v), present = _joined(past, Cache(k, v), mask)
+        groups = self.num_heads // self.num_kv_heads
         k, v = (repeat(part, "b k t d -> b (k g) t d", g=groups) for part in (k, v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim) + mask.bias
-        distance = torch.arange(q.shape[2])[:, None] + start - torch.arange(k.shape[2])
-        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
-        weights = scores.masked_fill(hidden.to(scores.device), HIDDEN).softmax(dim=-1)
+        scores = q @ k.transpose(-2, -1) * self.scale + mask.bias
+        distance = distances(mask.places[:1], mask.keys)[:, None]
+        hidden = distance > 0 if self.window is None else (distance > 0) | (distance <= -self.window)
+        weights = scores.masked_fill(hidden, HIDDEN).softmax(dim=-1)
         weights = nn.functional.dropout(weights, self.dropout, self.training)
         return rearrange(weights @ v, "b h s d -> b s (h d)"), present
 
@@ -126,7 +132,7 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, Cache]:
         batch, tokens, _ = packed.shape
         grown = (batch, self.num_kv_heads, past.key.shape[2] + tokens, self.head_dim)
-        attributes: _Attributes = {"num_heads": self.num_heads, "kv_num_heads": self.num_kv_heads}
+        attributes: _Attributes = {"num_heads": self.num_heads, "kv_num_heads": self.num_kv_heads, "scale": self.scale}
         qkv: Sequence[Tensor | None] = self._for_operator(packed)
         tables: tuple[Tensor | None, ...] = (None, None)
         if rotary is not None and self.head_dim % _TURNED_INSIDE == 0:
@@ -146,6 +152,33 @@ class CausalSelfAttention(nn.Module):
             version=1,
         )
         return context, Cache(key, value)
+
+
+def _joined(past: Cache | None, new: Cache, mask: CausalMask) -> tuple[Cache, Cache]:
+    """The keys and values of all T positions, and the cache that holds them.
+
+    In a graph a cache may have room behind its positions; it keeps its size then, as that of the fused operator does.
+    """
+    if past is None:
+        return new, new
+    if not torch.onnx.is_in_onnx_export():
+        seen = Cache(*(torch.cat(pair, dim=2) for pair in zip(past, new, strict=True)))
+        return seen, seen
+    start, end = mask.places[0, :1], mask.last[:1].to(torch.int64) + 1
+    grown = past.key.shape[2] + new.key.shape[2]
+    fronts = [_cut(part, torch.zeros_like(start), start) for part in past]
+    tails = [_cut(part, end, torch.full_like(end, _LONGEST)) for part in past]
+    seen = Cache(*(_concat(*pair, mask.keys.shape[1]) for pair in zip(fronts, new, strict=True)))
+    return seen, Cache(*(_concat(*pair, grown) for pair in zip(seen, tails, strict=True)))
+
+
+def _cut(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    return torch.onnx.ops.symbolic("Slice", (x, start, end, torch.tensor([2])), dtype=x.dtype, shape=x.shape)
+
+
+def _concat(x: Tensor, y: Tensor, length: int) -> Tensor:
+    shape = (*x.shape[:2], length, x.shape[3])
+    return torch.onnx.ops.symbolic("Concat", (x, y), {"axis": 2}, dtype=x.dtype, shape=shape)
 
 
 class NormedCausalSelfAttention(CausalSelfAttention):
