@@ -12,6 +12,8 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from tx_export._own_sizes import read_own_sizes
+
 __all__ = ["halves", "unload_weights"]
 
 _ENCODED = "encoded."
@@ -33,6 +35,7 @@ def _half(model: ir.Model, outputs: set[str]) -> ir.Model:
     for value in [value for value in half.graph.outputs if value.name not in outputs]:
         half.graph.outputs.remove(value)
     RemoveUnusedNodesPass()(half)
+    read_own_sizes(half.graph)
     for value in [value for value in half.graph.inputs if not value.uses()]:
         half.graph.inputs.remove(value)
     for value in half.graph.outputs:
