@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import csv
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -113,6 +114,28 @@ _OPTIONAL_KEYS: dict[str, type] = {
     "versions": dict,
 }
 _TEXT_KEYS: dict[str, type] = {"pad_id": int, "labels": list, "scores": str}
+_CACHE_KEYS = ("layers", "heads", "head_dim", "max_length")
+_COUNTS = {
+    "layers": 0,
+    "heads": 1,
+    "head_dim": 1,
+    "max_length": 1,
+    "beams": 1,
+    "no_repeat_ngram": 0,
+    "min_new_tokens": 0,
+}
+_MOST = 2**31 - 1  # of each
+_IDS = ("bos", "pad", "start", "forced_bos", "forced_eos")
+_CHAT = ("first", "reply", "next", "ask")  # what stands around the messages of a conversation
+_GENERATION_KEYS: dict[str, type] = {
+    "eos": list,
+    "suppressed": list,
+    "length_penalty": float,
+    "early_stopping": bool,
+    "chat": dict,
+    **dict.fromkeys(_IDS, int),
+    **dict.fromkeys(_COUNTS, int),
+}
 _SETTINGS_KEYS: dict[str, type] = {
     "provider": str,
     "provider_options": dict,
@@ -185,6 +208,8 @@ def _check_keys(path: Path, manifest: Any) -> None:
         raise ArtifactError(f"{path}: has no outputs")
     if text is not None:
         _check_text(path, text, inputs)
+    if manifest.get("generation") is not None:
+        _check_generation(path, manifest["generation"], inputs)
     _check_verification(path, manifest.get("verification") or {}, manifest.get("verified_on") or {})
 
 
@@ -221,6 +246,24 @@ def _check_text(path: Path, text: Mapping[str, Any], inputs: Sequence[_Tensor]) 
         raise ArtifactError(f"{path}: key 'text' has no max_length from 1 up")
     if not any(tensor.name == "input_ids" and len(tensor.dims) == 2 for tensor in inputs):
         raise ArtifactError(f"{path}: takes text, but has no input_ids with two dims")
+
+
+def _check_generation(path: Path, generation: Mapping[str, Any], inputs: Sequence[_Tensor]) -> None:
+    _check_types(path, generation, {"cache": dict}, needed=("cache",))
+    told = {**generation, **generation["cache"]}
+    _check_types(path, told, _GENERATION_KEYS, needed=_CACHE_KEYS)
+    _check_types(path, told, {"cross": bool, "shared": bool})
+    for key, least in _COUNTS.items():
+        if told.get(key) is not None and not least <= told[key] <= _MOST:
+            raise ArtifactError(f"{path}: key {key!r} is {told[key]}; allowed {least}..{_MOST}")
+    high = next((tensor.high for tensor in inputs if tensor.name == "input_ids" and tensor.high is not None), _MOST)
+    single = [told[key] for key in _IDS if told.get(key) is not None]
+    for index in [*(told.get("eos") or ()), *(told.get("suppressed") or ()), *single]:
+        if not _is(index, int) or not 0 <= index <= high:
+            raise ArtifactError(f"{path}: key 'generation' has the id {index!r}; allowed 0..{high:g}")
+    chat = told.get("chat")
+    if chat is not None and not all(isinstance(chat.get(key), str) for key in _CHAT):
+        raise ArtifactError(f"{path}: key 'chat' has no texts {', '.join(_CHAT)}")
 
 
 def _check_verification(path: Path, verification: Mapping[str, Any], verified_on: Mapping[str, Any]) -> None:
@@ -594,7 +637,7 @@ class _Sessions:
     def __init__(self, folder: Path, manifest: Mapping[str, Any], provider: str, threads: int) -> None:
         self.settings = _settings(manifest, provider)
         self.batch_tokens: int = self.settings.get("batch_tokens") or 256
-        self._threads = threads
+        self.threads = threads
         self._opening = {
             name: functools.partial(
                 open_session, folder / f"{name}.onnx", manifest["min_onnxruntime"], provider, self.settings
@@ -606,7 +649,7 @@ class _Sessions:
         self._memory: dict[int, Literal["small", "given back", "large"]] = {}
         onnxruntime = _import_onnxruntime(manifest["min_onnxruntime"])
         usual = self.settings.get("run_config") or {}
-        self._usual = _run_options(onnxruntime, usual)
+        self.usual = _run_options(onnxruntime, usual)
         self._giving_back = _run_options(onnxruntime, usual | (self.settings.get("give_back_config") or {}))
 
     def _open(self, threads: int) -> dict[str, Any]:
@@ -629,7 +672,7 @@ class _Sessions:
             session = self._by_threads[threads][graph]
             gives_back = self._gives_back(threads, positions > self.batch_tokens)
         try:
-            found = session.run(list(outputs), dict(arrays), self._giving_back if gives_back else self._usual)
+            found = session.run(list(outputs), dict(arrays), self._giving_back if gives_back else self.usual)
         except Exception as error:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
             raise TxExportError(f"onnxruntime failed on {shapes}: {_first_line(error)}") from error
@@ -644,14 +687,14 @@ class _Sessions:
 
     def workers_pay(self, batches: int) -> bool:
         """Whether workers of one thread each are the faster way for so many batches."""
-        if not self.settings.get("one_thread_workers") or self._threads == 1:
+        if not self.settings.get("one_thread_workers") or self.threads == 1:
             return False
-        fewest = 2 * self._threads
+        fewest = 2 * self.threads
         return batches >= (fewest if 1 in self._by_threads else max(fewest, _REPAID))
 
     def close_workers(self) -> None:
         """Give the memory of the workers' session back."""
-        if self._threads == 1 or 1 not in self._by_threads:
+        if self.threads == 1 or 1 not in self._by_threads:
             return
         with self._lock:
             self._by_threads.pop(1, None)
@@ -775,25 +818,17 @@ class _Tokenizer:
     """The artifact's tokenizer.json; its own padding and truncation are replaced by ours."""
 
     def __init__(self, path: Path, text: Mapping[str, Any], ids: _Tensor, notices: _Notices) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
         self.max_length: int = text["max_length"]
         pad = text.get("pad_id") or 0
         # A tokenizer may pad with an id that the model lacks; the mask covers whatever stands there.
         self.pad_id: int = pad if ids.low is None or ids.high is None or ids.low <= pad <= ids.high else int(ids.low)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            self._tokenizer.no_padding()
-            self._tokenizer.enable_truncation(self.max_length, strategy="longest_first")
-        except Exception as error:
-            raise ArtifactError(f"{path}: the tokenizer can't be loaded: {_first_line(error)}") from error
+        self._tokenizer = _open_tokenizer(path)
+        self._tokenizer.enable_truncation(self.max_length, strategy="longest_first")
         self._ids, self._notices = ids, notices
 
     def encode(self, index: int, text: Text) -> _Row:
         """Tokens of one text or pair, special tokens kept and the longer of a pair cut first."""
-        parts = [self._repaired(index, part) for part in _parts(index, text)]
+        parts = [_repaired(index, part, self._notices) for part in _parts(index, text)]
         try:
             parts = [self._shorten(part) for part in parts]
             found = self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
@@ -813,15 +848,6 @@ class _Tokenizer:
             self._notices.say("cut", f"text {index} was cut to {self.max_length} tokens; {rest}")
         return _Row(index, ids, found, cut)
 
-    def _repaired(self, index: int, text: str) -> str:
-        """Half characters become U+FFFD, the mark of what can't be read."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            self._notices.say("half", f"text {index} holds half of a surrogate pair; U+FFFD is put in its place")
-            return _whole(text)
-        return text
-
     def _shorten(self, text: str) -> str:
         """A prefix with the same first tokens up to the limit, so that cost doesn't grow with what is thrown away.
 
@@ -838,6 +864,31 @@ class _Tokenizer:
                 return prefix
             size *= 2
         return text
+
+
+def _open_tokenizer(path: Path) -> Any:
+    """Without its own padding and truncation."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise TxExportError(f"tokenizers can't be imported ({error}); pip install -r requirements.txt") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    except Exception as error:
+        raise ArtifactError(f"{path}: the tokenizer can't be loaded: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _repaired(index: int, text: str, notices: _Notices) -> str:
+    """Half characters become U+FFFD, the mark of what can't be read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        notices.say("half", f"text {index} holds half of a surrogate pair; U+FFFD is put in its place")
+        return _whole(text)
+    return text
 
 
 def _parts(index: int, text: Any) -> list[str]:
@@ -894,6 +945,210 @@ def _label_tokens(logits: np.ndarray, row: _Row, labels: Sequence[str]) -> Resul
     return {"tokens": [tokens[place] for place in kept], "labels": [names[best[place]] for place in kept]}
 
 
+# ---- Continuations: a prompt's ids in, text out as it comes
+
+_USUAL = 128  # new tokens, where no number is given and the limit leaves so many
+_TOGETHER = 8  # rows at most: each has a cache
+_OWN_OPTIONS = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "no_repeat_ngram": 0, "min_new_tokens": 0}
+_NOTHING_ASKED: dict[str, Any] = {"eos": [], "suppressed": [], "chat": None, **dict.fromkeys(_IDS), **_OWN_OPTIONS}
+
+
+class _Writer:
+    """Continues texts, none of which is cut: its tokenizer and its generator."""
+
+    def __init__(
+        self, folder: Path, manifest: Mapping[str, Any], ids: _Tensor, sessions: _Sessions, notices: _Notices
+    ) -> None:
+        told = {key: value for key, value in manifest["generation"].items() if value is not None}
+        self.generation: dict[str, Any] = _NOTHING_ASKED | told
+        self.notices = notices
+        cache = self.generation["cache"]
+        self._length: int = cache["max_length"]
+        self._source_length: int | None = manifest["text"]["max_length"] if cache.get("cross") else None
+        self._path, self._ids, self._sessions = folder / "tokenizer.json", ids, sessions
+        self._tokenizer = _open_tokenizer(self._path)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {index for index, token in added.items() if token.special}
+
+    @functools.cached_property
+    def _generator(self) -> Any:
+        try:
+            return _import_generate().Generator(
+                self._sessions.by_name(self._sessions.threads), self.generation, self._sessions.usual
+            )
+        except Exception as error:
+            raise ArtifactError(f"{self._path.parent}: a graph that continues no text: {_first_line(error)}") from error
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        """generate.Options: what the artifact asks for, and what is given instead."""
+        generate = _import_generate()
+        known = [field.name for field in dataclasses.fields(generate.Options)]
+        if unknown := sorted(set(given) - set(known)):
+            raise UsageError(f"{unknown[0]}: no option of a generation; known: stop, {', '.join(known)}")
+        asked = {name: self.generation[name] for name in _OWN_OPTIONS}
+        if given.get("temperature"):
+            asked["beams"] = 1  # what is drawn is no search for the likeliest
+        try:
+            return generate.Options(**{**asked, **given})
+        except generate.LimitError as error:
+            raise UsageError(_first_line(error)) from error
+
+    def prompt(self, index: int, text: Text) -> _Row:
+        """The ids of a text, with the special tokens that its tokenizer puts before it."""
+        parts = _parts(index, text)
+        if len(parts) == 2:
+            raise TxExportError(f"text {index}: a pair given; what is continued is one text")
+        try:
+            found = self._tokenizer.encode(_repaired(index, parts[0], self.notices))
+        except Exception as error:
+            raise TxExportError(f"text {index}: the tokenizer failed: {_first_line(error)}") from error
+        return self.row(index, found.ids)
+
+    def row(self, index: int, ids: Sequence[int]) -> _Row:
+        """Ids that can be continued."""
+        if self._ids.high is not None and max(ids, default=0) > self._ids.high:
+            raise TxExportError(f"text {index}: token id {max(ids)}; the model takes {self._ids.low}..{self._ids.high}")
+        if self._source_length is not None and len(ids) > self._source_length:
+            raise TxExportError(f"text {index}: has {len(ids)} tokens; the limit is {self._source_length}")
+        if self._room(ids) < 1:
+            limit = f"the limit, continuation included, is {self._length}"
+            raise TxExportError(f"text {index}: has {len(ids)} tokens; {limit}")
+        return _Row(index, ids, None, False)
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """For new tokens; behind an encoder they stand alone."""
+        return self._length - (len(ids) if self._source_length is None else 1)
+
+    def _new(self, ids: Sequence[int], options: Any) -> int:
+        """How many new tokens a row gets at most."""
+        return options.max_new_tokens or max(min(_USUAL, self._room(ids)), 1)
+
+    def fits(self, ids: Sequence[int], options: Any) -> bool:
+        return self._room(ids) >= self._new(ids, options)
+
+    def write(self, rows: Sequence[_Row], options: Any, stops: Sequence[str]) -> Iterator[Result]:
+        """Results in the order of rows; those of like length are read together."""
+        kinds = {self._new(row.ids, options) for row in rows}
+        alike = ([row for row in rows if self._new(row.ids, options) == new] for new in sorted(kinds))
+        batches = (batch for some in alike for batch in _batches(some, self._sessions.batch_tokens))
+        few = (batch[start : start + _TOGETHER] for batch in batches for start in range(0, len(batch), _TOGETHER))
+        return _in_order(rows, (self._write(batch, options, stops) for batch in few))
+
+    def _write(self, rows: Sequence[_Row], options: Any, stops: Sequence[str]) -> dict[int, Result]:
+        texts: list[list[str]] = [[] for _ in rows]
+        with self._explained(rows):
+            streams = [self._stream(row, stops) for row in rows]
+
+            def listen(place: int, ids: list[int]) -> bool:
+                texts[place].append(streams[place].push(ids))
+                return bool(streams[place].stopped)
+
+            several = options.beams > 1
+            options = dataclasses.replace(options, max_new_tokens=self._new(rows[0].ids, options))
+            found = self._generator.generate([row.ids for row in rows], options, None if several else listen)
+            for place, ids in enumerate(found if several else ()):
+                listen(place, ids)
+            parts = zip(rows, texts, streams, strict=True)
+            return {row.index: {"text": "".join([*text, stream.finish()])} for row, text, stream in parts}
+
+    def stream(self, row: _Row, options: Any, stops: Sequence[str], new: list[int]) -> Iterator[str]:
+        """Text as it becomes final, of several beams at the end; `new` gets the ids."""
+        with self._explained([row]):
+            stream, several = self._stream(row, stops), options.beams > 1
+            options = dataclasses.replace(options, max_new_tokens=self._new(row.ids, options))
+            generator = self._generator
+            found = generator.generate([row.ids], options)[0] if several else generator.stream(row.ids, options)
+            for token in found:
+                new.append(token)
+                yield stream.push([token])
+                if stream.stopped:
+                    return
+            yield stream.finish()
+
+    def _stream(self, row: _Row, stops: Sequence[str]) -> Any:
+        """Decoded behind the prompt's last token, or a space between them might be lost."""
+        last = [] if self._source_length is not None or row.ids[-1:] == [] else [row.ids[-1]]
+        before = [] if self._special.issuperset(last) else last
+        start = len(self._decode(before))
+        return _import_generate().TextStream(lambda ids: self._decode(before + ids)[start:], stops)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    @contextlib.contextmanager
+    def _explained(self, rows: Sequence[_Row]) -> Iterator[None]:
+        """What goes wrong is told with the numbers of the texts."""
+        try:
+            yield
+        except TxExportError:
+            raise
+        except Exception as error:
+            if isinstance(error, _import_generate().LimitError) and str(error).startswith("stop:"):
+                raise UsageError(_first_line(error)) from error
+            named = re.search(r"^prompt (\d+): ", str(error))
+            row = rows[int(named[1])] if named else rows[0]
+            reason = _first_line(error)[named.end() if named else 0 :]
+            raise TxExportError(f"text {row.index}: {reason}") from error
+
+    def message(self, before: str, text: str, behind: str) -> list[int]:
+        """Ids of a message and what stands around it; special tokens that the message spells are plain text."""
+        ids, parts = self._plain_ids(before + text + behind), [self._plain_ids(part) for part in (before, behind)]
+        if self.special(ids) == self.special(parts[0] + parts[1]):
+            return ids
+        literal = self._literal.encode(text, add_special_tokens=False).ids
+        return [*parts[0], *literal, *parts[1]]
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def special(self, ids: Sequence[int]) -> list[int]:
+        """Those of special tokens."""
+        return [index for index in ids if index in self._special]
+
+    @functools.cached_property
+    def _literal(self) -> Any:
+        """A tokenizer to which special tokens are plain text."""
+        tokenizer = _open_tokenizer(self._path)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+class _Conversation:
+    """Questions and answers, put together as the artifact's chat pieces say."""
+
+    def __init__(self, writer: _Writer, options: Any, stops: Sequence[str]) -> None:
+        self._writer, self._stops, self._chat = writer, stops, writer.generation["chat"]
+        ends = writer.message(self._chat["next"], "", "")[:1]
+        self._options = dataclasses.replace(options, stop_ids=(*options.stop_ids, *writer.special(ends)))
+        self._turns: list[tuple[str, list[int]]] = []
+
+    def say(self, text: str) -> Iterator[str]:
+        """The answer, as it comes."""
+        question, answer = text.strip(), list[int]()
+        row = self._writer.row(0, self._prompt(question))
+        yield from self._writer.stream(row, self._options, self._stops, answer)
+        self._turns.append((question, answer))
+
+    def _prompt(self, question: str) -> list[int]:
+        """The ids of all turns that the limit leaves room for; the oldest are forgotten first."""
+        while True:
+            ids = self._ids(question)
+            if not self._turns or self._writer.fits(ids, self._options):
+                return ids
+            del self._turns[0]
+            self._writer.notices.say(
+                "forgotten", "the conversation is longer than the limit; its oldest turns are left out"
+            )
+
+    def _ids(self, question: str) -> list[int]:
+        before, ids = self._chat["first"], list[int]()
+        for earlier, answer in self._turns:
+            ids += self._writer.message(before, earlier, self._chat["reply"]) + answer
+            before = self._chat["next"]
+        return ids + self._writer.message(before, question, self._chat["ask"])
+
+
 # ---- The model
 
 _WINDOW = 512  # the least number of texts that are sorted by length together, when there are many
@@ -924,9 +1179,13 @@ class Model:
         self._cache = (self.manifest.get("generation") or {}).get("cache")
         self._text: Mapping[str, Any] = self.manifest.get("text") or {}
         self._tokenizer: _Tokenizer | None = None
+        self._writer: _Writer | None = None
         if self._text:
             self._ids = next(tensor for tensor in self.inputs if tensor.name == "input_ids")
+        if self._text and self._cache is None:
             self._tokenizer = _Tokenizer(self.folder / "tokenizer.json", self._text, self._ids, self._notices)
+        elif self._text:
+            self._writer = _Writer(self.folder, self.manifest, self._ids, self._sessions, self._notices)
         self._warn_without_vnni()
 
     def __call__(self, texts: Iterable[Text]) -> list[Result]:
@@ -941,6 +1200,20 @@ class Model:
         """Each text with its result, as `stream`."""
         # The first result waits for one text only; soon enough texts come together to be worth sorting.
         return self._answers(texts, (min(2**power, self._window()) for power in itertools.count()))
+
+    def generate(self, texts: Iterable[str], *, stop: Sequence[str] = (), **options: Any) -> list[Result]:
+        """[{"text": continuation}], in order; a continuation ends before the first of `stop`.
+
+        Options are those of generate.Options: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+        seed, beams, length_penalty, early_stopping, no_repeat_ngram, min_new_tokens, stop_ids. What isn't given is as
+        the artifact has it. Raises UsageError for an option, TxExportError for a text that can't be continued.
+        """
+        return [result for _, result in self._continued(texts, itertools.repeat(self._window()), options, stop)]
+
+    def stream_text(self, text: str, *, stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+        """The continuation of one text in pieces, each as soon as it is there; options as for `generate`."""
+        writer = self._opened_writer()
+        return writer.stream(writer.prompt(0, text), writer.options(options), _stops(stop), [])
 
     def run_arrays(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Outputs by name. Any layout, lists too; integers of any width, and floats of any width for float inputs.
@@ -967,7 +1240,15 @@ class Model:
             return self._sessions.run(threads, names, arrays)
         generate = _import_generate()
         names += generate.names(self._cache, "present")
-        run = functools.partial(self._sessions.run, threads, names)
+        graphs = list(self._sessions.by_name(threads))
+        if graphs == ["model"]:
+            run: Any = functools.partial(self._sessions.run, threads, names)
+        else:
+            cross = generate.names(self._cache, "cross")
+            run = tuple(
+                functools.partial(self._sessions.run, threads, outputs, graph=graph)
+                for outputs, graph in zip((cross, names), graphs, strict=True)
+            )
         found: dict[str, np.ndarray] = generate.logits_with_cache(run, self._cache, arrays)
         return found
 
@@ -996,19 +1277,25 @@ class Model:
         return max(_WINDOW, 128 * self.threads)
 
     def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
+        if self._cache is not None:
+            return self._continued(texts, windows, {}, ())
         if self._tokenizer is None:
             raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
-        if self._cache is not None:
-            raise TxExportError(
-                f"{self.folder}: continuing a text isn't offered yet; it takes arrays (Model.run_arrays)"
-            )
-        if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
-            raise TxExportError(f"texts: expected a list of texts, not one {type(texts).__name__}")
-        source, start = iter(texts), 0
-        while window := list(itertools.islice(source, next(windows))):
-            rows = [self._tokenizer.encode(start + place, text) for place, text in enumerate(window)]
-            yield from zip(window, self._answer(rows), strict=True)
-            start += len(window)
+        return _windowed(texts, windows, self._tokenizer.encode, self._answer)
+
+    def _continued(
+        self, texts: Iterable[Text], windows: Iterator[int], given: Mapping[str, Any], stop: Sequence[str]
+    ) -> Iterator[tuple[Text, Result]]:
+        writer = self._opened_writer()
+        options, stops = writer.options(given), _stops(stop)
+        return _windowed(texts, windows, writer.prompt, lambda rows: writer.write(rows, options, stops))
+
+    def _opened_writer(self) -> _Writer:
+        if self._cache is None:
+            raise TxExportError(f"{self.folder}: continues no text; its task is {self.manifest['task']}")
+        if self._writer is None:
+            raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
+        return self._writer
 
     def _answer(self, rows: Sequence[_Row]) -> Iterator[Result]:
         """Results of a window, in order: many batches go to workers of one thread each, few to all threads in turn."""
@@ -1063,6 +1350,28 @@ class Model:
         batch, tokens = (_size_key(dim) for dim in self._ids.dims)
         keys: dict[int | str, int | slice] = {tokens: slice(len(row.ids)), batch: place}
         return np.asarray(array[tuple(keys.get(_size_key(dim), slice(None)) for dim in tensor.dims)])
+
+
+def _windowed(
+    texts: Iterable[Text],
+    windows: Iterator[int],
+    encode: Callable[[int, Text], _Row],
+    answer: Callable[[Sequence[_Row]], Iterator[Result]],
+) -> Iterator[tuple[Text, Result]]:
+    """Each text with its result; so many texts as the next window holds are read and answered together."""
+    if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
+        raise TxExportError(f"texts: expected a list of texts, not one {type(texts).__name__}")
+    source, start = iter(texts), 0
+    while window := list(itertools.islice(source, next(windows))):
+        rows = [encode(start + place, text) for place, text in enumerate(window)]
+        yield from zip(window, answer(rows), strict=True)
+        start += len(window)
+
+
+def _stops(stop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise UsageError(f"stop: expected a list of texts, not {stop!r}")
+    return tuple(stop)
 
 
 @functools.cache
