@@ -13,7 +13,7 @@ from tx_export import plugins
 from tx_export.errors import PluginError
 from tx_export.passes import Context, GraphPass
 from tx_export.quantize import _auto_times
-from tx_export.quantize._auto_noise import Noises, is_stepwise, noise_of
+from tx_export.quantize._auto_noise import Noises
 from tx_export.quantize._auto_products import FLOAT, Form, Product, apply, lowered, passes_of, weight_bytes
 from tx_export.timing import Shape
 
@@ -42,8 +42,6 @@ def forms_of(model: ir.Model, context: Context) -> list[Form]:
         return [Form("fp16", (_pass("float16", "", context),)), *in_blocks]
     int8 = _pass("dynamic_int8", "", context)
     forms = [Form("int8", (int8,))]
-    if is_stepwise(model, context):  # values inside of it are not those of one run
-        return [*forms, *in_blocks]
     if (smooth := _calibrated("smooth", model, context)) is not None:
         forms.append(Form("smooth int8", (smooth, int8)))
     if (static := _calibrated("static_int8", model, context)) is not None:
@@ -128,9 +126,6 @@ def measure_noise(
     feeds: Sequence[Mapping[str, np.ndarray]],
 ) -> None:
     """Fill in `noise` of all but fp32."""
-    if is_stepwise(model, context):
-        _measure_wholes(model, products, candidates, context, feeds)
-        return
     noises = Noises(model, products, context, feeds)
     graphs: list[tuple[Product, Mapping[str, Sequence[ir.Model]]]] = [
         (product, {each.form.name: each.graphs for each in forms[1:]})
@@ -139,20 +134,3 @@ def measure_noise(
     for forms, found in zip(candidates, noises.measured(graphs), strict=True):
         for each in forms[1:]:
             each.noise = found[each.form.name]
-
-
-def _measure_wholes(
-    model: ir.Model,
-    products: Sequence[Product],
-    candidates: Sequence[Sequence[Candidate]],
-    context: Context,
-    feeds: Sequence[Mapping[str, np.ndarray]],
-) -> None:
-    """A session for each form of each product: slow, for graphs that nothing can be fed inside of."""
-    assert context.drift is not None
-    own = noise_of(context.drift(context.open(model), feeds))
-    for product, forms in zip(products, candidates, strict=True):
-        for each in forms[1:]:
-            whole = model.clone()
-            apply(whole, passes_of([(product.name, each.form)]))
-            each.noise = max(noise_of(context.drift(context.open(whole), feeds)) - own, 0.0)

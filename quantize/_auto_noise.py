@@ -14,8 +14,9 @@ import onnx_ir as ir
 from tx_export._graph import add_initializer
 from tx_export.passes import Context
 from tx_export.quantize._auto_products import Part, Product
+from tx_export.quantize._prompt import open_prompt
 
-__all__ = ["Noises", "is_stepwise", "noise_of"]
+__all__ = ["Noises", "noise_of"]
 
 Feeds = Mapping[str, np.ndarray]
 _KEPT_BYTES = 1 << 28  # of the inputs of products that are held at a time
@@ -26,12 +27,6 @@ def noise_of(metrics: Mapping[str, float]) -> float:
     return float(10 ** (-metrics["sqnr_db"] / 10))
 
 
-def is_stepwise(model: ir.Model, context: Context) -> bool:
-    """Whether one answer takes several runs of the graph, as with a cache: then nothing can be fed inside of it."""
-    given = {name for feeds in (*context.feeds, *context.probes)[:1] for name in feeds}
-    return any(value.name not in given for value in model.graph.inputs if value.const_value is None)
-
-
 class Noises:
     """Noise powers relative to the signal, of the worst output, on some text."""
 
@@ -39,7 +34,7 @@ class Noises:
         self.context, self.feeds = context, feeds
         self.parts = [part for product in products for part in product.parts]
         self.model = model
-        self.whole = context.open(_disturbed(model, self.parts))
+        self.whole = open_prompt(_disturbed(model, self.parts), context)
         assert context.drift is not None
         self.own = noise_of(context.drift(self.whole, feeds))  # of the graph before: a pruned one has some
 
@@ -62,14 +57,14 @@ class Noises:
         copy = self.model.clone()
         copy.graph.outputs.clear()
         copy.graph.outputs.extend(value for node in copy.graph for value in node.outputs if value.name in names)
-        run = self.context.open(copy) if copy.graph.outputs else lambda _: {}
+        run = open_prompt(copy, self.context) if copy.graph.outputs else lambda _: {}
         return [dict(feeds) | run(feeds) for feeds in self.feeds]
 
     def _outputs(self, product: Product, graphs: Sequence[ir.Model], inputs: Sequence[Feeds]) -> list[list[np.ndarray]]:
         """Of each part, for each batch."""
         outputs = []
         for part, graph in zip(product.parts, graphs, strict=True):
-            run = self.context.open(graph)
+            run = open_prompt(graph, self.context)
             outputs.append([run({name: feeds[name] for name in part.inputs})[part.output] for feeds in inputs])
         return outputs
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from tx_export.errors import PassError
 from tx_export.passes import Context
+from tx_export.quantize._prompt import open_prompt
 
 __all__ = ["observe"]
 
@@ -30,7 +31,7 @@ def observe(model: ir.Model, values: Sequence[ir.Value], context: Context) -> It
         )
     names = {value.name or "" for value in values}
     giving = _giving(model, names)
-    run = context.open(giving) if giving.graph.outputs else lambda feeds: {}  # all of them are fed
+    run = open_prompt(giving, context) if giving.graph.outputs else lambda feeds: {}  # all of them are fed
     return _batches(run, names, (part for feeds in context.feeds for part in _parts(feeds)))
 
 

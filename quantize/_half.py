@@ -98,7 +98,9 @@ def _lower(graph: ir.Graph, half: ir.DataType, lowered: Collection[ir.Node], kee
     for node in lowered:
         _lower_attributes(node, half)
     for value in produced:
-        if value.producer() in lowered:
+        if not (value.uses() or value.is_graph_output()):  # it may stay float32, as the deviation of a norm does
+            value.type = value.shape = None
+        elif value.producer() in lowered:
             value.type = ir.TensorType(half)
     for value in inputs if not keep_io else ():
         value.type = ir.TensorType(half)

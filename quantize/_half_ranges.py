@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from tx_export._graph import add_initializer
 from tx_export.passes import Context
+from tx_export.quantize._prompt import open_prompt
 
 __all__ = ["Ranges", "measured"]
 
@@ -41,7 +42,7 @@ def measured(copy: ir.Model, context: Context) -> Ranges:
         scores = node.inputs[0] if node.op_type == "Softmax" else _score_size(graph, node)
         if scores is not None:
             outputs[_reduced(graph, scores)] = (found.scores, node.outputs[0].name or "")
-    run = context.open(copy)
+    run = open_prompt(copy, context)
     for feeds in (*context.feeds, *context.probes):
         for name, array in run(feeds).items():
             known, key = outputs[name]

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from tx_export import plugins
 from tx_export.passes import Context
+from tx_export.quantize._prompt import open_prompt
 
 __all__ = ["Trial", "parts", "worse"]
 
@@ -60,4 +61,4 @@ def worse(before: ir.Model, after: ir.Model, context: Context) -> str | None:
 def _drift(model: ir.Model, context: Context) -> Mapping[str, float]:
     plugins.find("pass", "dynamic_int8")()(model)
     assert context.drift is not None
-    return context.drift(context.open(model), context.feeds)
+    return context.drift(open_prompt(model, context), context.feeds)
