@@ -22,7 +22,6 @@ __all__ = ["Cache", "CausalMask", "CausalSelfAttention", "NormedCausalSelfAttent
 
 _FUSED = 8  # the fused operator takes heads of a multiple of so many channels
 _TURNED_INSIDE = 16  # and turns those of a multiple of so many
-_LONGEST = 1 << 31
 _PADDING = -10000.0  # added to the scores of padding, as the fused encoder attention does
 
 
@@ -161,24 +160,20 @@ def _joined(past: Cache | None, new: Cache, mask: CausalMask) -> tuple[Cache, Ca
     """
     if past is None:
         return new, new
+    joined = Cache(*(torch.cat(pair, dim=2) for pair in zip(past, new, strict=True)))
     if not torch.onnx.is_in_onnx_export():
-        seen = Cache(*(torch.cat(pair, dim=2) for pair in zip(past, new, strict=True)))
-        return seen, seen
-    start, end = mask.places[0, :1], mask.last[:1].to(torch.int64) + 1
-    grown = past.key.shape[2] + new.key.shape[2]
-    fronts = [_cut(part, torch.zeros_like(start), start) for part in past]
-    tails = [_cut(part, end, torch.full_like(end, _LONGEST)) for part in past]
-    seen = Cache(*(_concat(*pair, mask.keys.shape[1]) for pair in zip(fronts, new, strict=True)))
-    return seen, Cache(*(_concat(*pair, grown) for pair in zip(seen, tails, strict=True)))
+        return joined, joined
+    room = past.key.shape[2]
+    held = torch.arange(torch.sym_max(room, mask.keys.shape[1]))  # type: ignore[no-untyped-call]
+    return _picked(joined, mask.keys[0], mask, room), _picked(joined, held, mask, room)
 
 
-def _cut(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    return torch.onnx.ops.symbolic("Slice", (x, start, end, torch.tensor([2])), dtype=x.dtype, shape=x.shape)
-
-
-def _concat(x: Tensor, y: Tensor, length: int) -> Tensor:
-    shape = (*x.shape[:2], length, x.shape[3])
-    return torch.onnx.ops.symbolic("Concat", (x, y), {"axis": 2}, dtype=x.dtype, shape=shape)
+def _picked(joined: Cache, places: Tensor, mask: CausalMask, room: int) -> Cache:
+    """What stands at the places in the cache; the new tokens are joined behind its room."""
+    start = mask.places[0, 0]
+    is_new = (places >= start) & (places <= mask.last[0])
+    index = torch.where(is_new, places - start + room, places)
+    return Cache(*(part.index_select(2, index) for part in joined))
 
 
 class NormedCausalSelfAttention(CausalSelfAttention):

@@ -21,7 +21,6 @@ from tx_export.models.parts.positions import (
     LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
-    counted_positions,
     running_positions,
 )
 
@@ -149,7 +148,7 @@ class Decoder(nn.Module):
             case RotaryPositions():
                 rotary = self.positions
             case AlibiBias() | RelativeBias():
-                bias = self.positions(mask.places[:1], counted_positions(attention_mask[:1]))  # [1, H, S, T]
+                bias = self.positions(mask.places[:1], mask.keys)  # [1, H, S, T]
                 mask = mask._replace(bias=mask.bias + bias)
             case _:
                 x = x + self.positions(running_positions(attention_mask).gather(1, mask.places))

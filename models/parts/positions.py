@@ -114,9 +114,9 @@ class RotaryPositions(nn.Module):
         angles = torch.arange(len(self.cos))[:, None] * self.frequencies
         self.cos, self.sin = angles.cos(), angles.sin()
 
-    def turn(self, x: Tensor, start: int) -> Tensor:
-        """x [B, H, S, head_dim] at the positions from `start` on, in and out."""
-        cos, sin = self.cos[start : start + x.shape[2]], self.sin[start : start + x.shape[2]]
+    def turn(self, x: Tensor, places: Tensor) -> Tensor:
+        """x [B, H, S, head_dim] at the positions int64 [S] of every row, in and out."""
+        cos, sin = self.cos[places], self.sin[places]
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
