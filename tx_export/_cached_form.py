@@ -70,4 +70,7 @@ def plain_runner(model: EagerModel, run: Run) -> Run:
     """A runner of the exported form as one of the model's own inputs and outputs."""
     if model.cache is None:
         return run
-    return functools.partial(logits_with_cache, run, dataclasses.asdict(model.cache))
+    # A graph of two halves runs the one that the feeds are for.
+    return functools.partial(
+        logits_with_cache, (run, run) if model.cache.cross else run, dataclasses.asdict(model.cache)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ def describe(
         "weights": model.weights,
         "pipeline": str(pipeline),
         **_graph_facts(graph),
-        # Behind those of a model that generates comes its cache.
-        "inputs": [_tensor(spec, value) for spec, value in zip(model.inputs, graph.graph.inputs, strict=False)],
-        "outputs": [_tensor(spec, value) for spec, value in zip(model.outputs, graph.graph.outputs, strict=False)],
+        # A model that generates has a cache and more besides.
+        "inputs": _tensors(model.inputs, graph.graph.inputs),
+        "outputs": _tensors(model.outputs, graph.graph.outputs),
         **({} if model.cache is None else {"generation": _generation(model.cache, model.generation)}),
         "text": None if model.text is None else _text(model),
         "heads_per_layer": _heads(graph, model.module),
@@ -96,6 +96,11 @@ def _instruction_sets() -> list[str]:
     except OSError:
         fields = []
     return [name for name in known if name in fields]
+
+
+def _tensors(specs: Sequence[TensorSpec], values: Sequence[ir.Value]) -> list[dict[str, Any]]:
+    by_name = {value.name: value for value in values}
+    return [_tensor(spec, by_name[spec.name]) for spec in specs]
 
 
 def _tensor(spec: TensorSpec, value: ir.Value) -> dict[str, Any]:
