@@ -105,6 +105,18 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, Cache]:
         if spelling() == "fused" and past is not None and self.head_dim % _FUSED == 0:
             return self._fused(packed, mask, rotary, past)
+        weights, v, present = self._weighed(packed, mask, rotary, past)
+        weights = nn.functional.dropout(weights, self.dropout, self.training)
+        return rearrange(weights @ v, "b h s d -> b s (h d)"), present
+
+    def weights(self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None) -> Tensor:
+        """The attention weights [B, H, S, P + S] of what forward takes; each row sums to 1."""
+        return self._weighed(self._packed(x), mask, rotary, past)[0]
+
+    def _weighed(
+        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """The attention weights, and the values [B, H, P + S, head_dim] that they weigh; then the longer cache."""
         q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(packed))
         if rotary is not None:
             q, k = rotary.turn(q, mask.places[0]), rotary.turn(k, mask.places[0])
@@ -114,9 +126,7 @@ class CausalSelfAttention(nn.Module):
         scores = q @ k.transpose(-2, -1) * self.scale + mask.bias
         distance = distances(mask.places[:1], mask.keys)[:, None]
         hidden = distance > 0 if self.window is None else (distance > 0) | (distance <= -self.window)
-        weights = scores.masked_fill(hidden, HIDDEN).softmax(dim=-1)
-        weights = nn.functional.dropout(weights, self.dropout, self.training)
-        return rearrange(weights @ v, "b h s d -> b s (h d)"), present
+        return scores.masked_fill(hidden, HIDDEN).softmax(dim=-1), v, present
 
     def _split(self, packed: Tensor) -> Sequence[Tensor]:
         """Query, key and value [B, S, ...]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +142,30 @@ class EncoderDecoder(nn.Module):
             x, grown = layer(x, mask, cache, memory, source)
             present.append(grown)
         return self.norm(x), present
+
+    def attention_weights(
+        self,
+        decoder_input_ids: Tensor,
+        decoder_attention_mask: Tensor | None,
+        attention_mask: Tensor,
+        cross: Sequence[Cache],
+        past: Sequence[Cache | None],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What `decode` weighs with: for each layer [B, H, S, P + S] over the target and [B, H, S, T] over the source."""
+        found: list[Tensor] = []
+
+        def keep(attention: nn.Module, taken: tuple[Any, ...]) -> None:
+            assert isinstance(attention, CausalSelfAttention | CrossAttention)
+            found.append(attention.weights(*taken))
+
+        parts = [part for layer in self._layers() for part in (layer.attention, layer.cross_attention)]
+        hooks = [part.register_forward_pre_hook(keep) for part in parts]
+        try:
+            self.decode(decoder_input_ids, decoder_attention_mask, attention_mask, cross, past)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, S, d_model] -> [B, S, V]."""
