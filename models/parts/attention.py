@@ -1,4 +1,4 @@
-"""Multi-head attention: softmax(q k^T / sqrt(head_dim) + bias) v for each head (Vaswani et al. 2017, section 3.2).
+"""Multi-head attention: softmax(scale q k^T + bias) v for each head (Vaswani et al. 2017, section 3.2).
 
 In eager the einops form runs; while exporting, one fused operator a layer is emitted instead. A row without a real key
 attends to nothing: its context is zero, in both.
@@ -7,7 +7,6 @@ attends to nothing: its context is zero, in both.
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,11 +43,17 @@ def spelling() -> Ops:
 
 
 class Attention(nn.Module, abc.ABC):
-    """Attention of `num_heads` heads of `head_dim` channels, however query, key and value are made."""
+    """Attention of `num_heads` heads of `head_dim` channels, however query, key and value are made.
 
-    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float, bias: bool) -> None:
+    Scores are products times `scale`, 1 / sqrt(head_dim) if it is None.
+    """
+
+    def __init__(
+        self, d_model: int, num_heads: int, head_dim: int, dropout: float, bias: bool, scale: float | None = None
+    ) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.output = nn.Linear(num_heads * head_dim, d_model, bias)
 
     def attend(
@@ -73,7 +78,7 @@ class Attention(nn.Module, abc.ABC):
         return rearrange(x, "b t (h d) -> b h t d", h=self.num_heads)
 
     def _weights(self, q: Tensor, k: Tensor, mask: KeyMask, causal: bool) -> Tensor:
-        scores = self._heads(q) @ self._heads(k).transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = self._heads(q) @ self._heads(k).transpose(-2, -1) * self.scale
         scores = scores if mask.bias is None else scores + mask.bias
         seen = visible(mask, q.shape[1], causal)  # [B, 1, T or 1, S]
         # Without a visible key all scores are equal, and the even weights are then set to zero.
@@ -81,10 +86,12 @@ class Attention(nn.Module, abc.ABC):
         return weights * seen.any(dim=-1, keepdim=True)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, causal: bool) -> Tensor:
+        # Quantized attention has no attribute for the scale, so the usual one goes without saying.
+        own = {} if self.scale == self.head_dim**-0.5 else {"scale": self.scale}
         context = torch.onnx.ops.symbolic(
             "com.microsoft::MultiHeadAttention",
             (q, k, v, None, mask.keys) if mask.bias is None else (q, k, v, None, mask.keys, mask.bias),
-            {"num_heads": self.num_heads, "unidirectional": int(causal)},
+            {"num_heads": self.num_heads, "unidirectional": int(causal), **own},
             dtype=q.dtype,
             shape=q.shape,
             version=1,
@@ -103,6 +110,7 @@ class Attention(nn.Module, abc.ABC):
             scores.expand(-1, -1, q.shape[1], -1),
             q_num_heads=self.num_heads,
             kv_num_heads=self.num_heads,
+            scale=self.scale,
         )
         return context if mask.row_is_real is None else context * mask.row_is_real
 
@@ -110,8 +118,16 @@ class Attention(nn.Module, abc.ABC):
 class MultiHeadAttention(Attention):
     """A product each for query, key and value; the heads need not multiply to d_model."""
 
-    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
-        super().__init__(d_model, num_heads, head_dim, dropout, bias)
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        head_dim: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(d_model, num_heads, head_dim, dropout, bias, scale)
         self.query = nn.Linear(d_model, num_heads * head_dim, bias)
         self.key = nn.Linear(d_model, num_heads * head_dim, bias)
         self.value = nn.Linear(d_model, num_heads * head_dim, bias)

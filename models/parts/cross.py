@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -16,10 +14,19 @@ __all__ = ["CrossAttention"]
 
 
 class CrossAttention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v for each head, over the real positions of the source."""
+    """softmax(scale q k^T) v for each head, over the real positions of the source; scale None is 1 / sqrt(head_dim)."""
 
-    def __init__(self, d_model: int, num_heads: int, head_dim: int, dropout: float = 0.0, bias: bool = True) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        head_dim: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
         self.query = nn.Linear(d_model, num_heads * head_dim, bias)
         self.key = nn.Linear(d_model, num_heads * head_dim, bias)
@@ -49,7 +56,7 @@ class CrossAttention(nn.Module):
                 return torch.onnx.ops.symbolic(
                     "com.microsoft::MultiHeadAttention",
                     (q, memory.key, memory.value, None, mask.keys),
-                    {"num_heads": self.num_heads},
+                    {"num_heads": self.num_heads, "scale": self.scale},
                     dtype=q.dtype,
                     shape=q.shape,
                     version=1,
@@ -57,7 +64,7 @@ class CrossAttention(nn.Module):
             case "attention":
                 # The CPU kernel of ONNX Runtime wants the query axis of the mask in full.
                 seen = visible(mask, q.shape[1], causal=False).expand(-1, -1, q.shape[1], -1)
-                context, *_ = torch.onnx.ops.attention(self._heads(q), memory.key, memory.value, seen)
+                context, *_ = torch.onnx.ops.attention(self._heads(q), memory.key, memory.value, seen, scale=self.scale)
             case "plain":
                 weights = self._weights(q, memory, mask)
                 context = nn.functional.dropout(weights, self.dropout, self.training) @ memory.value
@@ -65,7 +72,7 @@ class CrossAttention(nn.Module):
         return out
 
     def _weights(self, q: Tensor, memory: Cache, mask: KeyMask) -> Tensor:
-        scores = self._heads(q) @ memory.key.transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = self._heads(q) @ memory.key.transpose(-2, -1) * self.scale
         return scores.masked_fill(~visible(mask, q.shape[1], causal=False), HIDDEN).softmax(dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:

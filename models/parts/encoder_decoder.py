@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tx_export.models.parts.biases import AlibiBias, RelativeBias
 from tx_export.models.parts.causal import Cache, CausalMask, CausalSelfAttention, causal_mask
 from tx_export.models.parts.cross import CrossAttention
 from tx_export.models.parts.masks import KeyMask, key_mask
@@ -99,7 +100,7 @@ class PreNormCrossLayer(CrossLayer):
 
 
 class EncoderDecoder(nn.Module):
-    """The plain form; embeddings and head may share their weights."""
+    """The plain form; embeddings and head may share their weights, and all layers share a bias on what is decoded."""
 
     def __init__(
         self,
@@ -108,10 +109,11 @@ class EncoderDecoder(nn.Module):
         layers: Sequence[CrossLayer],
         norm: nn.Module,
         head: nn.Module,
+        bias: AlibiBias | RelativeBias | None = None,
     ) -> None:
         super().__init__()
         self.encoder, self.embedding, self.layers = encoder, embedding, nn.ModuleList(layers)
-        self.norm, self.head = norm, head
+        self.norm, self.head, self.bias = norm, head, bias
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
         """Ids and mask [B, T] of the source, ids [B, S] of the target so far -> logits [B, S, V] of what follows."""
@@ -137,6 +139,8 @@ class EncoderDecoder(nn.Module):
         real = torch.ones_like(decoder_input_ids) if decoder_attention_mask is None else decoder_attention_mask
         dtype = cross[0].key.dtype
         mask, source, present = causal_mask(real, decoder_input_ids, dtype), key_mask(attention_mask, dtype), []
+        if self.bias is not None:
+            mask = mask._replace(bias=mask.bias + self.bias(mask.places[:1], mask.keys))
         x: Tensor = self.embedding(decoder_input_ids, running_positions(real).gather(1, mask.places))
         for layer, memory, cache in zip(self._layers(), cross, past, strict=True):
             x, grown = layer(x, mask, cache, memory, source)
