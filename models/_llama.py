@@ -12,7 +12,7 @@ from tx_export.errors import LoadError
 from tx_export.models._checkpoint import read_fields, read_task, renamed_module
 from tx_export.models._rope import ROPE_KEYS, read_rope, rope_scale
 from tx_export.models.parts.causal import CausalSelfAttention
-from tx_export.models.parts.decoder import Decoder, DecoderLayer, SwishFeedForward
+from tx_export.models.parts.decoder import Decoder, DecoderLayer, GluFeedForward, swish
 from tx_export.models.parts.norms import RMSNorm
 from tx_export.models.parts.positions import RotaryPositions
 from tx_export.spec import CacheSpec, CheckpointSpec, Dim, TensorSpec
@@ -133,7 +133,7 @@ class LlamaSpec(CheckpointSpec):
         return Decoder(words, rotary, [self.layer(window or None) for window in windows], self.norm(), head)
 
     def layer(self, window: int | None) -> DecoderLayer:
-        feed_forward = SwishFeedForward(self.hidden_size, self.intermediate_size, self.mlp_bias)
+        feed_forward = GluFeedForward(self.hidden_size, self.intermediate_size, swish, self.mlp_bias)
         return DecoderLayer(self.attention(window), feed_forward, (self.norm(), self.norm()))
 
     def attention(self, window: int | None) -> CausalSelfAttention:

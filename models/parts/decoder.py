@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,15 @@ from tx_export.models.parts.positions import (
     running_positions,
 )
 
-__all__ = ["CachedDecoder", "Decoder", "DecoderLayer", "PostNormDecoderLayer", "ScaledEmbedding", "SwishFeedForward"]
+__all__ = [
+    "CachedDecoder",
+    "Decoder",
+    "DecoderLayer",
+    "GluFeedForward",
+    "PostNormDecoderLayer",
+    "ScaledEmbedding",
+    "swish",
+]
 
 Norm = nn.LayerNorm | RMSNorm
 Positions = RotaryPositions | LearnedPositions | SinusoidalPositions | AlibiBias | RelativeBias
@@ -41,11 +49,19 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(input_ids) * math.sqrt(self.embedding_dim)
 
 
-class SwishFeedForward(nn.Module):
-    """down(swish(gate x) * up x), swish(z) = z sigmoid(z) (Shazeer 2020); gate and up are one product in the graph."""
+class GluFeedForward(nn.Module):
+    """down(activation(gate x) * up x) (Shazeer 2020); gate and up are one product in the graph."""
 
-    def __init__(self, d_model: int, d_ff: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: Callable[[Tensor], Tensor],
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
         self.gate, self.up = nn.Linear(d_model, d_ff, bias), nn.Linear(d_model, d_ff, bias)
         self.down = nn.Linear(d_ff, d_model, bias)
 
@@ -53,11 +69,12 @@ class SwishFeedForward(nn.Module):
         weight = torch.cat((self.gate.weight, self.up.weight))
         bias = torch.cat((self.gate.bias, self.up.bias)) if self.gate.bias is not None else None
         gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
-        out: Tensor = self.down(_swish(gate) * up)
+        out: Tensor = self.down(self.dropout(self.activation(gate) * up))
         return out
 
 
-def _swish(x: Tensor) -> Tensor:
+def swish(x: Tensor) -> Tensor:
+    """x sigmoid(x)."""
     if spelling() != "fused":
         return nn.functional.silu(x)
     return torch.onnx.ops.symbolic(
