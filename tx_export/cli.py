@@ -10,7 +10,16 @@ from typing import Literal, NoReturn
 
 import click
 
-from tx_export import __version__, _arguments, _commands_onnx, _commands_sweep, _commands_training, _console, _tables
+from tx_export import (
+    __version__,
+    _arguments,
+    _commands_onnx,
+    _commands_run,
+    _commands_sweep,
+    _commands_training,
+    _console,
+    _tables,
+)
 
 __all__ = ["main", "program"]
 
@@ -92,28 +101,6 @@ def build(
 
 @program.command()
 @click.argument("artifact", type=_arguments.ARTIFACT)
-@click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option("--pair", "pairs", multiple=True, metavar="TEXT", help="The second text of each TEXT, or many for one.")
-@click.option("--input", "source", metavar="FILE|-", help=".txt, .tsv, .jsonl or .csv; - is standard input.")
-@click.option("--column", metavar="NAME", help="The column of a .csv that holds the text.")
-@click.option("--provider", metavar="NAME", help="Default: the artifact's first.")
-@_arguments.threads
-@_arguments.json
-@_arguments.debug
-def run(
-    artifact: Path, texts: tuple[str, ...], pairs: tuple[str, ...], source: str | None, column: str | None,
-    provider: str | None, threads: int | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Run ARTIFACT on texts: arguments, a file, or piped input."""
-    from tx_export import runtime
-
-    runtime.run(
-        artifact, texts, pairs=pairs, source=source, column=column, provider=provider, threads=threads, as_json=as_json
-    )
-
-
-@program.command()
-@click.argument("artifact", type=_arguments.ARTIFACT)
 @_arguments.source
 @_arguments.json
 @_arguments.debug
@@ -159,20 +146,22 @@ def bench(
 
 @program.command()
 @click.argument("path", metavar="ARTIFACT|FILE.onnx", type=_arguments.PATH)
+@click.option("--profile", "profiled", is_flag=True, help="Run it, and show where the time goes by operator.")
 @_arguments.json
 @_arguments.debug
-def inspect(path: Path, as_json: bool) -> None:
+def inspect(path: Path, profiled: bool, as_json: bool) -> None:
     """Show what an artifact or an ONNX file is."""
     from tx_export import runtime
-
-    if path.is_dir():
-        manifest = runtime.read_manifest(path)
-        _tables.print_json(manifest) if as_json else _tables.print_manifest(path, manifest)
-        return
     from tx_export._graph_summary import summarize
+    from tx_export._profile import profile
 
-    graph = summarize(path)
-    _tables.print_json(graph) if as_json else _tables.print_graph(graph)
+    found = runtime.read_manifest(path) if path.is_dir() else summarize(path)
+    times = profile(path) if profiled else []
+    if as_json:
+        _tables.print_json(found | ({"profile": times} if profiled else {}))
+        return
+    _tables.print_manifest(path, found) if path.is_dir() else _tables.print_graph(found)
+    _tables.print_profile(times)
 
 
 @program.command(name="list")
@@ -185,6 +174,7 @@ def list_() -> None:
     _tables.print_columns((kind, name, plugins.summary(kind, name)) for kind in kinds for name in plugins.names(kind))
 
 
+program.add_command(_commands_run.run)
 program.add_command(_commands_training.train)
 program.add_command(_commands_training.distill)
 program.add_command(_commands_sweep.sweep)

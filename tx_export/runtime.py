@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TextIO, TypeAlias
 
 import numpy as np
@@ -48,6 +49,7 @@ __all__ = [
     "UsageError",
     "available_threads",
     "bench",
+    "converse",
     "cpu_name",
     "external_files",
     "main",
@@ -953,6 +955,17 @@ _OWN_OPTIONS = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "no_
 _NOTHING_ASKED: dict[str, Any] = {"eos": [], "suppressed": [], "chat": None, **dict.fromkeys(_IDS), **_OWN_OPTIONS}
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """How texts are continued."""
+
+    options: Any  # generate.Options
+    stops: tuple[str, ...]  # before the first of which a continuation ends
+
+    def at_most(self, new: int) -> _Asked:
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, max_new_tokens=new))
+
+
 class _Writer:
     """Continues texts, none of which is cut: its tokenizer and its generator."""
 
@@ -979,17 +992,21 @@ class _Writer:
         except Exception as error:
             raise ArtifactError(f"{self._path.parent}: a graph that continues no text: {_first_line(error)}") from error
 
-    def options(self, given: Mapping[str, Any]) -> Any:
-        """generate.Options: what the artifact asks for, and what is given instead."""
+    def asked(self, given: Mapping[str, Any]) -> _Asked:
+        """What the artifact asks for, and what is given instead."""
         generate = _import_generate()
-        known = [field.name for field in dataclasses.fields(generate.Options)]
+        known = ["stop", *(field.name for field in dataclasses.fields(generate.Options))]
         if unknown := sorted(set(given) - set(known)):
-            raise UsageError(f"{unknown[0]}: no option of a generation; known: stop, {', '.join(known)}")
-        asked = {name: self.generation[name] for name in _OWN_OPTIONS}
+            raise UsageError(f"{unknown[0]}: no option of a generation; known: {', '.join(known)}")
+        options = {name: self.generation[name] for name in _OWN_OPTIONS}
         if given.get("temperature"):
-            asked["beams"] = 1  # what is drawn is no search for the likeliest
+            options["beams"] = 1  # what is drawn is no search for the likeliest
+        options |= {name: value for name, value in given.items() if name != "stop"}
+        stops = given.get("stop", ())
+        if isinstance(stops, str) or not all(isinstance(text, str) and text for text in stops):
+            raise UsageError(f"stop: expected a list of texts, none of them empty, not {stops!r}")
         try:
-            return generate.Options(**{**asked, **given})
+            return _Asked(generate.Options(**options), tuple(stops))
         except generate.LimitError as error:
             raise UsageError(_first_line(error)) from error
 
@@ -1019,58 +1036,60 @@ class _Writer:
         """For new tokens; behind an encoder they stand alone."""
         return self._length - (len(ids) if self._source_length is None else 1)
 
-    def _new(self, ids: Sequence[int], options: Any) -> int:
+    def _new(self, ids: Sequence[int], asked: _Asked) -> int:
         """How many new tokens a row gets at most."""
-        return options.max_new_tokens or max(min(_USUAL, self._room(ids)), 1)
+        return asked.options.max_new_tokens or max(min(_USUAL, self._room(ids)), 1)
 
-    def fits(self, ids: Sequence[int], options: Any) -> bool:
-        return self._room(ids) >= self._new(ids, options)
+    def fits(self, ids: Sequence[int], asked: _Asked) -> bool:
+        return self._room(ids) >= self._new(ids, asked)
 
-    def write(self, rows: Sequence[_Row], options: Any, stops: Sequence[str]) -> Iterator[Result]:
+    def write(self, rows: Sequence[_Row], asked: _Asked) -> Iterator[Result]:
         """Results in the order of rows; those of like length are read together."""
-        kinds = {self._new(row.ids, options) for row in rows}
-        alike = ([row for row in rows if self._new(row.ids, options) == new] for new in sorted(kinds))
-        batches = (batch for some in alike for batch in _batches(some, self._sessions.batch_tokens))
-        few = (batch[start : start + _TOGETHER] for batch in batches for start in range(0, len(batch), _TOGETHER))
-        return _in_order(rows, (self._write(batch, options, stops) for batch in few))
+        new = sorted({self._new(row.ids, asked) for row in rows})
+        alike = ((most, [row for row in rows if self._new(row.ids, asked) == most]) for most in new)
+        batches = ((most, batch) for most, some in alike for batch in _batches(some, self._sessions.batch_tokens))
+        found = (
+            self._write(batch[start : start + _TOGETHER], asked.at_most(most))
+            for most, batch in batches
+            for start in range(0, len(batch), _TOGETHER)
+        )
+        return _in_order(rows, found)
 
-    def _write(self, rows: Sequence[_Row], options: Any, stops: Sequence[str]) -> dict[int, Result]:
-        texts: list[list[str]] = [[] for _ in rows]
+    def _write(self, rows: Sequence[_Row], asked: _Asked) -> dict[int, Result]:
+        streams, texts = [self._stream(row, asked) for row in rows], [list[str]() for _ in rows]
+
+        def listen(place: int, ids: list[int]) -> bool:
+            texts[place].append(streams[place].push(ids))
+            return bool(streams[place].stopped)
+
+        several = asked.options.beams > 1
         with self._explained(rows):
-            streams = [self._stream(row, stops) for row in rows]
-
-            def listen(place: int, ids: list[int]) -> bool:
-                texts[place].append(streams[place].push(ids))
-                return bool(streams[place].stopped)
-
-            several = options.beams > 1
-            options = dataclasses.replace(options, max_new_tokens=self._new(rows[0].ids, options))
-            found = self._generator.generate([row.ids for row in rows], options, None if several else listen)
+            found = self._generator.generate([row.ids for row in rows], asked.options, None if several else listen)
             for place, ids in enumerate(found if several else ()):
                 listen(place, ids)
-            parts = zip(rows, texts, streams, strict=True)
-            return {row.index: {"text": "".join([*text, stream.finish()])} for row, text, stream in parts}
+        parts = zip(rows, texts, streams, strict=True)
+        return {row.index: {"text": "".join([*text, stream.finish()])} for row, text, stream in parts}
 
-    def stream(self, row: _Row, options: Any, stops: Sequence[str], new: list[int]) -> Iterator[str]:
+    def stream(self, row: _Row, asked: _Asked, new: list[int]) -> Iterator[str]:
         """Text as it becomes final, of several beams at the end; `new` gets the ids."""
+        asked = asked.at_most(self._new(row.ids, asked))
+        stream, several = self._stream(row, asked), asked.options.beams > 1
+        generator = self._generator
         with self._explained([row]):
-            stream, several = self._stream(row, stops), options.beams > 1
-            options = dataclasses.replace(options, max_new_tokens=self._new(row.ids, options))
-            generator = self._generator
-            found = generator.generate([row.ids], options)[0] if several else generator.stream(row.ids, options)
-            for token in found:
+            found = generator.generate([row.ids], asked.options)[0] if several else None
+            for token in generator.stream(row.ids, asked.options) if found is None else found:
                 new.append(token)
                 yield stream.push([token])
                 if stream.stopped:
                     return
             yield stream.finish()
 
-    def _stream(self, row: _Row, stops: Sequence[str]) -> Any:
+    def _stream(self, row: _Row, asked: _Asked) -> Any:
         """Decoded behind the prompt's last token, or a space between them might be lost."""
         last = [] if self._source_length is not None or row.ids[-1:] == [] else [row.ids[-1]]
         before = [] if self._special.issuperset(last) else last
         start = len(self._decode(before))
-        return _import_generate().TextStream(lambda ids: self._decode(before + ids)[start:], stops)
+        return _import_generate().TextStream(lambda ids: self._decode(before + ids)[start:], asked.stops)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -1084,8 +1103,6 @@ class _Writer:
         except TxExportError:
             raise
         except Exception as error:
-            if isinstance(error, _import_generate().LimitError) and str(error).startswith("stop:"):
-                raise UsageError(_first_line(error)) from error
             named = re.search(r"^prompt (\d+): ", str(error))
             row = rows[int(named[1])] if named else rows[0]
             reason = _first_line(error)[named.end() if named else 0 :]
@@ -1117,24 +1134,26 @@ class _Writer:
 class _Conversation:
     """Questions and answers, put together as the artifact's chat pieces say."""
 
-    def __init__(self, writer: _Writer, options: Any, stops: Sequence[str]) -> None:
-        self._writer, self._stops, self._chat = writer, stops, writer.generation["chat"]
-        ends = writer.message(self._chat["next"], "", "")[:1]
-        self._options = dataclasses.replace(options, stop_ids=(*options.stop_ids, *writer.special(ends)))
+    def __init__(self, writer: _Writer, asked: _Asked) -> None:
+        self._writer, self._chat = writer, writer.generation["chat"]
+        # Where the next message begins, the answer ends, whether or not the checkpoint says so.
+        ends = writer.special(writer.message(self._chat["next"], "", "")[:1])
+        options = dataclasses.replace(asked.options, stop_ids=(*asked.options.stop_ids, *ends))
+        self._asked = dataclasses.replace(asked, options=options)
         self._turns: list[tuple[str, list[int]]] = []
 
     def say(self, text: str) -> Iterator[str]:
         """The answer, as it comes."""
         question, answer = text.strip(), list[int]()
         row = self._writer.row(0, self._prompt(question))
-        yield from self._writer.stream(row, self._options, self._stops, answer)
+        yield from self._writer.stream(row, self._asked, answer)
         self._turns.append((question, answer))
 
     def _prompt(self, question: str) -> list[int]:
         """The ids of all turns that the limit leaves room for; the oldest are forgotten first."""
         while True:
             ids = self._ids(question)
-            if not self._turns or self._writer.fits(ids, self._options):
+            if not self._turns or self._writer.fits(ids, self._asked):
                 return ids
             del self._turns[0]
             self._writer.notices.say(
@@ -1152,6 +1171,7 @@ class _Conversation:
 # ---- The model
 
 _WINDOW = 512  # the least number of texts that are sorted by length together, when there are many
+_FEW = 64  # texts that are continued before the first of them is shown
 
 
 class Model:
@@ -1190,30 +1210,49 @@ class Model:
 
     def __call__(self, texts: Iterable[Text]) -> list[Result]:
         """One result per text, in order. Raises TxExportError for a text that can't be taken."""
-        return [result for _, result in self._answers(texts, itertools.repeat(self._window()))]
+        return [result for _, result in self._answers(texts, itertools.repeat(self._window()), {})]
 
     def stream(self, texts: Iterable[Text]) -> Iterator[Result]:
         """The same results, each as soon as it and all before it are there; `texts` is read as they are needed."""
         return (result for _, result in self.stream_with_texts(texts))
 
-    def stream_with_texts(self, texts: Iterable[Text]) -> Iterator[tuple[Text, Result]]:
-        """Each text with its result, as `stream`."""
+    def stream_with_texts(self, texts: Iterable[Text], **options: Any) -> Iterator[tuple[Text, Result]]:
+        """Each text with its result, as `stream`; options as for `generate`."""
         # The first result waits for one text only; soon enough texts come together to be worth sorting.
-        return self._answers(texts, (min(2**power, self._window()) for power in itertools.count()))
+        most = _FEW if self.generates else self._window()
+        return self._answers(texts, (min(2**power, most) for power in itertools.count()), options)
 
-    def generate(self, texts: Iterable[str], *, stop: Sequence[str] = (), **options: Any) -> list[Result]:
-        """[{"text": continuation}], in order; a continuation ends before the first of `stop`.
+    @property
+    def generates(self) -> bool:
+        """Whether it continues texts."""
+        return self._cache is not None
 
-        Options are those of generate.Options: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-        seed, beams, length_penalty, early_stopping, no_repeat_ngram, min_new_tokens, stop_ids. What isn't given is as
-        the artifact has it. Raises UsageError for an option, TxExportError for a text that can't be continued.
+    def generate(self, texts: Iterable[str], **options: Any) -> list[Result]:
+        """[{"text": continuation}], in order.
+
+        Options are those of generate.Options (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+        seed, beams, length_penalty, early_stopping, no_repeat_ngram, min_new_tokens, stop_ids), and `stop`, a list of
+        texts before the first of which a continuation ends. What isn't given is as the artifact has it.
+        Raises UsageError for an option, TxExportError for a text that can't be continued.
         """
-        return [result for _, result in self._continued(texts, itertools.repeat(self._window()), options, stop)]
+        return [result for _, result in self._answers(texts, itertools.repeat(self._window()), options)]
 
-    def stream_text(self, text: str, *, stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+    def stream_text(self, text: str, **options: Any) -> Iterator[str]:
         """The continuation of one text in pieces, each as soon as it is there; options as for `generate`."""
         writer = self._opened_writer()
-        return writer.stream(writer.prompt(0, text), writer.options(options), _stops(stop), [])
+        return writer.stream(writer.prompt(0, text), writer.asked(options), [])
+
+    def converse(self, **options: Any) -> Callable[[str], Iterator[str]]:
+        """Gives the answer to one line after another as `stream_text` does, to each with those before in mind.
+
+        Without a chat template each line is continued on its own, which is said once. Options as for `generate`.
+        """
+        writer = self._opened_writer()
+        asked = writer.asked(options)
+        if writer.generation["chat"] is not None:
+            return _Conversation(writer, asked).say
+        self._notices.say("chat", "this artifact has no chat template: each line is continued on its own")
+        return lambda line: writer.stream(writer.prompt(0, line), asked, [])
 
     def run_arrays(self, feeds: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Outputs by name. Any layout, lists too; integers of any width, and floats of any width for float inputs.
@@ -1276,23 +1315,20 @@ class Model:
     def _window(self) -> int:
         return max(_WINDOW, 128 * self.threads)
 
-    def _answers(self, texts: Iterable[Text], windows: Iterator[int]) -> Iterator[tuple[Text, Result]]:
-        if self._cache is not None:
-            return self._continued(texts, windows, {}, ())
-        if self._tokenizer is None:
-            raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
-        return _windowed(texts, windows, self._tokenizer.encode, self._answer)
-
-    def _continued(
-        self, texts: Iterable[Text], windows: Iterator[int], given: Mapping[str, Any], stop: Sequence[str]
+    def _answers(
+        self, texts: Iterable[Text], windows: Iterator[int], options: Mapping[str, Any]
     ) -> Iterator[tuple[Text, Result]]:
+        if self._cache is None and not options:
+            if self._tokenizer is None:
+                raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
+            return _windowed(texts, windows, self._tokenizer.encode, self._answer)
         writer = self._opened_writer()
-        options, stops = writer.options(given), _stops(stop)
-        return _windowed(texts, windows, writer.prompt, lambda rows: writer.write(rows, options, stops))
+        asked = writer.asked(options)
+        return _windowed(texts, windows, writer.prompt, lambda rows: writer.write(rows, asked))
 
     def _opened_writer(self) -> _Writer:
-        if self._cache is None:
-            raise TxExportError(f"{self.folder}: continues no text; its task is {self.manifest['task']}")
+        if not self.generates:
+            raise UsageError(f"{self.folder}: continues no text; its task is {self.manifest['task']}")
         if self._writer is None:
             raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
         return self._writer
@@ -1366,12 +1402,6 @@ def _windowed(
         rows = [encode(start + place, text) for place, text in enumerate(window)]
         yield from zip(window, answer(rows), strict=True)
         start += len(window)
-
-
-def _stops(stop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
-        raise UsageError(f"stop: expected a list of texts, not {stop!r}")
-    return tuple(stop)
 
 
 @functools.cache
@@ -1699,12 +1729,14 @@ def run(
     column: str | None = None,
     provider: str | None = None,
     threads: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     as_json: bool = False,
     out: TextIO | None = None,
 ) -> None:
     """Print the result of each text, in order, as soon as it is there: what `run` and `run.py` do.
 
     Texts are the arguments, else `source` (a file, or `-`), else piped standard input; UsageError with none of them.
+    `options` are those of Model.generate. The continuation of a single argument is printed as it comes.
     """
     if texts and source is not None:
         raise UsageError("texts come either as arguments or from --input, not both")
@@ -1716,17 +1748,72 @@ def run(
         source = "-"
     items = pair_up(texts, pairs) if source is None else read_texts(source, column)
     model = Model(folder, provider, threads)
+    for option in options:
+        _require_generation(model, option)
+    line = _json_line if as_json else _text_line
+    with _printing(out) as out:
+        if model.generates and not as_json and source is None and len(texts) == 1 and not pairs:
+            _print_pieces(model.stream_text(texts[0], **options), out)
+            return
+        for text, result in model.stream_with_texts(items, **options):
+            print(line(text, result), file=out, flush=True)
+
+
+def converse(
+    folder: str | Path,
+    *,
+    provider: str | None = None,
+    threads: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    as_json: bool = False,
+    out: TextIO | None = None,
+) -> None:
+    """Answer one typed or piped line after another, until an empty one or their end: what --interactive does."""
+    model = Model(folder, provider, threads)
+    _require_generation(model, "interactive")
+    answer = model.converse(**options)
+    with _printing(out) as out:
+        for text in _typed_lines():
+            try:
+                if as_json:
+                    print(_json_line(text, {"text": "".join(answer(text))}), file=out, flush=True)
+                else:
+                    _print_pieces(answer(text), out)
+            except TxExportError as error:
+                print(f"error: {_first_line(error)}", file=sys.stderr, flush=True)  # the next line may do better
+
+
+def _require_generation(model: Model, option: str) -> None:
+    if not model.generates:
+        flag = f"--{option.replace('_', '-')}"
+        raise UsageError(f"{flag}: {model.folder} continues no text; its task is {model.manifest['task']}")
+
+
+@contextlib.contextmanager
+def _printing(out: TextIO | None) -> Iterator[TextIO]:
+    """Where to print: standard output if it is None. Nothing more is, once nobody reads."""
     out = sys.stdout if out is None else out
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")  # a terminal that can't show a letter shows its escape
-    line = _json_line if as_json else _text_line
     try:
-        for text, result in model.stream_with_texts(items):
-            print(line(text, result), file=out, flush=True)
+        yield out
     except BrokenPipeError:
         # Whoever reads has enough. Python would complain once more when it flushes at exit.
         if out is sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def _print_pieces(pieces: Iterable[str], out: TextIO) -> None:
+    for piece in pieces:
+        print(piece, end="", file=out, flush=True)
+    print(file=out, flush=True)
+
+
+def _typed_lines() -> Iterator[str]:
+    sign = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while text := input(sign).strip():
+            yield text
 
 
 def _json_line(text: Text, result: Result) -> str:
@@ -1734,12 +1821,16 @@ def _json_line(text: Text, result: Result) -> str:
 
 
 def _text_line(text: Text, result: Result) -> str:
+    if "text" in result:
+        return _one_line(result["text"])
     if "label" not in result:
         return _json_line(text, result)
-    shown = " ".join(
-        re.split(r"[\t\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+", text if isinstance(text, str) else " | ".join(text))
-    )
+    shown = _one_line(text if isinstance(text, str) else " | ".join(text))
     return f"{result['label']}\t{result['score']:.4f}\t{_whole(shown)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(re.split(r"[\t\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+", text))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1747,6 +1838,20 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see --help")
+
+
+# Of what continues texts; the ranges are those of generate.Options.
+_OPTIONS: dict[str, tuple[type, str, str]] = {
+    "max_new_tokens": (int, "N", "the most tokens of a continuation (default: 128)"),
+    "temperature": (float, "X", "above 0, tokens are drawn (default: 0, the likeliest)"),
+    "top_k": (int, "N", "draw from so many of the likeliest"),
+    "top_p": (float, "X", "draw from the likeliest that hold so much of the probability"),
+    "min_p": (float, "X", "draw from those that have so much of the likeliest one's probability"),
+    "repetition_penalty": (float, "X", "above 1, what is there already is less likely"),
+    "seed": (int, "N", "of what is drawn (default: 0)"),
+    "beams": (int, "N", "continuations that are followed at once"),
+    "length_penalty": (float, "X", "of beams; above 0, longer ones are preferred"),
+}
 
 
 def _parser() -> _Parser:
@@ -1760,6 +1865,10 @@ def _parser() -> _Parser:
     parser.add_argument("--provider", metavar="NAME", help="execution provider (default: the artifact's first)")
     parser.add_argument("--threads", type=_positive, metavar="N", help="default: all CPUs that the process may use")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--interactive", action="store_true", help="answer one line after another")
+    for name, (kind, word, meaning) in _OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=word, help=meaning)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="a continuation ends before it; repeat")
     parser.add_argument(
         "--self-test", action="store_true", help="compare with the samples; exit code 0 when they agree"
     )
@@ -1802,8 +1911,10 @@ def main(argv: Sequence[str] | None = None, folder: str | Path | None = None) ->
 def _dispatch(options: argparse.Namespace, folder: Path) -> int:
     if options.self_test and options.bench:
         raise UsageError("--self-test or --bench, not both")
-    if (options.self_test or options.bench) and (options.texts or options.input is not None):
+    if (options.self_test or options.bench) and (options.texts or options.input is not None or options.interactive):
         raise UsageError("--self-test and --bench take no text")
+    if options.interactive and (options.texts or options.pair or options.input is not None):
+        raise UsageError("--interactive reads its lines from standard input; it takes no other text")
     if options.bench:
         report = bench(folder, options.batch, options.tokens, options.provider, options.threads)
         print(json.dumps(report))
@@ -1813,16 +1924,13 @@ def _dispatch(options: argparse.Namespace, folder: Path) -> int:
         report = self_test(Model(folder, options.provider, options.threads))
         print(json.dumps(report) if options.json else _report_lines(report))
         return 0 if report["agrees"] else 1
-    run(
-        folder,
-        options.texts,
-        pairs=options.pair,
-        source=options.input,
-        column=options.column,
-        provider=options.provider,
-        threads=options.threads,
-        as_json=options.json,
-    )
+    given = {name: getattr(options, name) for name in (*_OPTIONS, "stop") if getattr(options, name) is not None}
+    settings = {"provider": options.provider, "threads": options.threads, "options": given, "as_json": options.json}
+    if options.interactive:
+        converse(folder, **settings)
+    else:
+        inputs = {"pairs": options.pair, "source": options.input, "column": options.column}
+        run(folder, options.texts, **inputs, **settings)
     return 0
 
 
