@@ -15,7 +15,7 @@ from tx_export import runtime
 from tx_export.compiler import BuildOptions, build
 from tx_export.load import load
 
-from .checkpoints import assert_equal, feeds, ours, save_tokenizer
+from .checkpoints import assert_equal, feeds, ours
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -44,14 +44,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_SIZES, "head_dim": 32}),
     "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
 }
-
-
-def test_an_artifact_that_would_continue_text_says_that_it_takes_arrays(tmp_path: Path) -> None:
-    _saved(tmp_path / "checkpoint", "llama")
-    save_tokenizer(tmp_path / "checkpoint", 0)
-    folder = build(BuildOptions(source=str(tmp_path / "checkpoint"), output=tmp_path / "built"))
-    with pytest.raises(runtime.TxExportError, match="continuing a text isn't offered yet; it takes arrays"):
-        runtime.Model(folder)(["a text"])
 
 
 def _saved(folder: Path, family: str) -> Any:
