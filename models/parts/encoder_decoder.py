@@ -155,7 +155,7 @@ class EncoderDecoder(nn.Module):
         cross: Sequence[Cache],
         past: Sequence[Cache | None],
     ) -> list[tuple[Tensor, Tensor]]:
-        """What `decode` weighs with: for each layer [B, H, S, P + S] over the target and [B, H, S, T] over the source."""
+        """What `decode` weighs with: for each layer [B, H, S, P + S] of the target and [B, H, S, T] of the source."""
         found: list[Tensor] = []
 
         def keep(attention: nn.Module, taken: tuple[Any, ...]) -> None:
