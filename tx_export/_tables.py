@@ -22,6 +22,7 @@ __all__ = [
     "print_graph",
     "print_json",
     "print_manifest",
+    "print_profile",
     "print_table",
     "print_training",
 ]
@@ -66,6 +67,16 @@ def print_graph(graph: Mapping[str, Any]) -> None:
     rows += [(kind[:-1], _tensor(tensor)) for kind in ("inputs", "outputs") for tensor in graph[kind]]
     rows += [("nodes", f"{count} {name}") for name, count in graph["nodes"].items()]
     print_columns(rows)
+
+
+def print_profile(times: Iterable[Mapping[str, Any]]) -> None:
+    """Where the time of each graph goes."""
+    for graph in times:
+        click.echo(f"\n{graph['file']}, {graph['run']}: {graph['ms']:.3f} ms in operators")
+        rows = [
+            (row["operator"], row["nodes"], f"{row['ms']:.4f}", f"{row['share']:.1%}") for row in graph["operators"]
+        ]
+        print_columns([("operator", "nodes", "ms", "share"), *rows])
 
 
 def print_comparison(report: Mapping[str, Any]) -> None:
