@@ -65,8 +65,8 @@ def load_folder(
         config=fields,
         weights=origin,
         text=text,
-        # What comes behind a position changes nothing there, and before it counts by its distance.
-        padding="right" if spec.cache() is None else "any",
+        # To a decoder alone what is behind a position is nothing, and what is before it counts by its distance.
+        padding="right" if cache is None or cache.cross else "any",
         cache=cache,
         generation=generation,
         pad_id=fields["pad_token_id"] if spec.counts_real_ids else None,
