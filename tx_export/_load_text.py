@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers, processors
 
+from tx_export._load_marian_text import marian_tokenizer
 from tx_export._load_weights import read_json
 from tx_export.errors import LoadError
 from tx_export.spec import CacheSpec, Dim, Scores, TensorSpec, TextSpec
@@ -107,10 +108,10 @@ def read_text(
     """From a checkpoint folder; `config` holds the spec's fields. None, with a notice, without a tokenizer.json."""
     table = table_of(inputs)
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    text = read_utf8(file) if file.is_file() else marian_tokenizer(folder)
+    if text is None:
         _log.warning("%s has no tokenizer.json: the artifact takes arrays only", folder)
         return None
-    text = read_utf8(file)
     tokenizer = check_tokenizer(text, vocabulary(inputs), file)
     if _optional(folder / "sentence_bert_config.json").get("do_lower_case"):
         text = _lowercased(tokenizer, text)
