@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tx_export.errors import LoadError
 from tx_export.models._bert_encoder import ACTIVATIONS
 from tx_export.models._checkpoint import read_fields, read_task, renamed_module
-from tx_export.models.parts.causal import CausalSelfAttention
 from tx_export.models.parts.decoder import Decoder, DecoderLayer
 from tx_export.models.parts.positions import LearnedPositions
+from tx_export.models.parts.turned import PackedCausalSelfAttention, TurnedFeedForward
 from tx_export.spec import CacheSpec, CheckpointSpec, Dim, TensorSpec
 
 __all__ = ["Gpt2"]
@@ -103,7 +102,10 @@ class Gpt2(CheckpointSpec):
 
     def _layer(self) -> DecoderLayer:
         norms = (self._norm(), self._norm())
-        return DecoderLayer(_Attention(self), _FeedForward(self), norms, self.resid_pdrop)
+        attention = PackedCausalSelfAttention(self.n_embd, self.n_head, self.attn_pdrop)
+        activation = ACTIVATIONS[self.activation_function]()
+        feed_forward = TurnedFeedForward(self.n_embd, self.n_inner or 4 * self.n_embd, activation)
+        return DecoderLayer(attention, feed_forward, norms, self.resid_pdrop)
 
     def _norm(self) -> nn.LayerNorm:
         return nn.LayerNorm(self.n_embd, eps=self.layer_norm_epsilon)
@@ -120,41 +122,3 @@ class Gpt2(CheckpointSpec):
 
     def cache(self) -> CacheSpec:
         return CacheSpec(self.n_layer, self.n_head, self.n_embd // self.n_head, self.n_positions)
-
-
-class _Turned(nn.Module):
-    """x W + b with W [inputs, outputs], as GPT-2's checkpoints hold it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, spec: Gpt2) -> None:
-        super().__init__()
-        width = spec.n_inner or 4 * spec.n_embd
-        self.up, self.down = _Turned(spec.n_embd, width), _Turned(width, spec.n_embd)
-        self.activation = ACTIVATIONS[spec.activation_function]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
-        return out
-
-
-class _Attention(CausalSelfAttention):
-    """Query, key and value are one product in the checkpoint."""
-
-    def __init__(self, spec: Gpt2) -> None:
-        super().__init__(spec.n_embd, spec.n_head, spec.n_head, spec.n_embd // spec.n_head, dropout=spec.attn_pdrop)
-        del self.query, self.key, self.value
-        self.qkv = _Turned(spec.n_embd, 3 * spec.n_embd)
-        self.output = _Turned(spec.n_embd, spec.n_embd)  # type: ignore[assignment]
-
-    def _packed(self, x: Tensor) -> Tensor:
-        out: Tensor = self.qkv(x)
-        return out

@@ -78,7 +78,6 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        self._heads = (num_heads, num_kv_heads, num_kv_heads)
         self.window, self.dropout = window, dropout
         self.query = nn.Linear(d_model, num_heads * head_dim, bias)
         self.key = nn.Linear(d_model, num_kv_heads * head_dim, bias)
@@ -130,7 +129,8 @@ class CausalSelfAttention(nn.Module):
 
     def _split(self, packed: Tensor) -> Sequence[Tensor]:
         """Query, key and value [B, S, ...]."""
-        return torch.split(packed, [count * self.head_dim for count in self._heads], dim=-1)
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        return torch.split(packed, [count * self.head_dim for count in counts], dim=-1)
 
     def _for_operator(self, packed: Tensor) -> Sequence[Tensor | None]:
         """As the fused operator takes them: packed in the place of the query."""
