@@ -21,6 +21,7 @@ from tx_export.models._checkpoint import read_fields, read_task, renamed_module
 from tx_export.models.parts.attention import MultiHeadAttention
 from tx_export.models.parts.causal import CausalSelfAttention
 from tx_export.models.parts.cross import CrossAttention
+from tx_export.models.parts.decoder import swish
 from tx_export.models.parts.encoder_decoder import CrossLayer, EncoderDecoder, PostNormCrossLayer, TokenEmbedding
 from tx_export.models.parts.layers import FeedForward, PostNormLayer
 from tx_export.models.parts.masks import key_mask_without_promise
@@ -29,14 +30,16 @@ from tx_export.spec import CacheSpec, CheckpointSpec, Dim, TensorSpec
 
 __all__ = ["BartSpec"]
 
-_ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {**ACTIVATIONS, "swish": nn.SiLU, "silu": nn.SiLU}
-_SELF = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
+_PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
 _NAMES: Mapping[str, str] = {
     "shared": "encoder.embedding.words",
     "encoder.embed_tokens": "encoder.embedding.words",
     "encoder.embed_positions": "encoder.embedding.positions.table",
     "encoder.layernorm_embedding": "encoder.embedding.norm",
-    **{f"encoder.layers.N.self_attn.{name}": f"encoder.layers.N.attention.{ours}" for name, ours in _SELF.items()},
+    **{
+        f"encoder.layers.N.self_attn.{name}": f"encoder.layers.N.attention.{ours}"
+        for name, ours in _PROJECTIONS.items()
+    },
     "encoder.layers.N.self_attn_layer_norm": "encoder.layers.N.attention_norm",
     "encoder.layers.N.fc1": "encoder.layers.N.feed_forward.up",
     "encoder.layers.N.fc2": "encoder.layers.N.feed_forward.down",
@@ -44,9 +47,12 @@ _NAMES: Mapping[str, str] = {
     "decoder.embed_tokens": "embedding.words",
     "decoder.embed_positions": "embedding.positions.table",
     "decoder.layernorm_embedding": "embedding.norm",
-    **{f"decoder.layers.N.self_attn.{name}": f"layers.N.attention.{ours}" for name, ours in _SELF.items()},
+    **{f"decoder.layers.N.self_attn.{name}": f"layers.N.attention.{ours}" for name, ours in _PROJECTIONS.items()},
     "decoder.layers.N.self_attn_layer_norm": "layers.N.attention_norm",
-    **{f"decoder.layers.N.encoder_attn.{name}": f"layers.N.cross_attention.{ours}" for name, ours in _SELF.items()},
+    **{
+        f"decoder.layers.N.encoder_attn.{name}": f"layers.N.cross_attention.{ours}"
+        for name, ours in _PROJECTIONS.items()
+    },
     "decoder.layers.N.encoder_attn_layer_norm": "layers.N.cross_attention_norm",
     "decoder.layers.N.fc1": "layers.N.feed_forward.up",
     "decoder.layers.N.fc2": "layers.N.feed_forward.down",
@@ -206,6 +212,14 @@ class BartSpec(CheckpointSpec):
 
 def _without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _ALSO_CALLED and not _UNREAD.fullmatch(key)}
+
+
+class _Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return swish(x)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {**ACTIVATIONS, "swish": _Swish, "silu": _Swish}
 
 
 class _Encoder(nn.Module):
