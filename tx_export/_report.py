@@ -22,9 +22,13 @@ def report(manifest: Mapping[str, Any]) -> str:
     ]
     if manifest["weights"].startswith("random"):
         lines += ["**The weights are random: predictions mean nothing.**", ""]
-    if manifest["text"] is not None:
+    if "generation" in manifest:
+        most = manifest["generation"]["cache"]["max_length"]
+        lines += [f"A text and its continuation have {most} tokens at most.", ""]
+    elif manifest["text"] is not None:
         lines += [f"Text is cut at {manifest['text']['max_length']} tokens; `--json` marks a text that was cut.", ""]
-    return "\n".join([*lines, *_error_table(manifest["verification"]), *_coverage(manifest), ""])
+    lines += [*_error_table(manifest["verification"]), *_divergence(manifest["verification"].get("divergence"))]
+    return "\n".join([*lines, *_coverage(manifest), ""])
 
 
 def _error_table(verification: Mapping[str, Any]) -> list[str]:
@@ -42,6 +46,18 @@ def _error_table(verification: Mapping[str, Any]) -> list[str]:
     changes = verification["overall"]["invariance"]
     changed = ", ".join(f"{cause} {_number(value)}" for cause, value in changes.items())
     return [*rows, "", f"Largest change of an answer by padding or by mates in the batch: {changed}.", ""]
+
+
+def _divergence(record: Mapping[str, Any] | None) -> list[str]:
+    if record is None:
+        return []
+    equal = record["prompts"] - len(record["first"])
+    lines = [f"Greedy text equals eager's for {equal} of {record['prompts']} prompts over {record['tokens']} tokens."]
+    for item in record["first"]:
+        lines.append(
+            f"- prompt {item['prompt']} leaves it at token {item['token']}, by a margin of {item['margin']:.3g}"
+        )
+    return [*lines, ""]
 
 
 def _number(value: float | None) -> str:

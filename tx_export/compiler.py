@@ -99,6 +99,8 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
         judge.check(Step("export", context.open(graph), override, graph=graph))
     beside = {} if model is whole else _beside_whole(judging(whole), context.open(graph), override)
     verification = judge.verification() | beside
+    if (left := judge.divergence(context.open(graph))) is not None:
+        verification["divergence"] = left
     learnt = measured(learnt, whole, context.open(graph))
     target.check(graph, model)
     check_target(folder, options.force)  # another build may have got there first

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tx_export._accuracy import Accuracy, check_accuracy, check_labels, read_rows
 from tx_export._blame import blame
+from tx_export._continuations import divergence
 from tx_export._grid import Case, grid
 from tx_export._invariance import Invariance, invariance, trials
 from tx_export._judging_text import Split, default_lines, split_lines, text_feeds
@@ -140,6 +141,12 @@ class Judge:
         """The manifest's `verification`: a record for each pass, and the last one as the overall result."""
         passes = [verdict.to_json() for verdict in self._verdicts]
         return {"passes": passes, "overall": {key: value for key, value in passes[-1].items() if key != "pass"}}
+
+    def divergence(self, runner: Runner) -> dict[str, Any] | None:
+        """Where greedy text of the runner leaves eager's; None of what generates nothing, or has no text."""
+        if self._model.cache is None or not self._text:
+            return None
+        return divergence(self._model, runner, [case.feeds for case in self._text])
 
     def _allowed(self) -> Budget | None:
         return self._caused if self._override is None else self._override
