@@ -291,8 +291,10 @@ def test_a_held_out_label_that_training_never_saw_is_refused(tmp_path: Path) -> 
         train(dataclasses.replace(_options(tmp_path), held_out=tmp_path / "held-out.tsv"), _ignore)
 
 
-def test_a_model_without_labels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TxExportError, match="Embedder has no labels"):
+def test_a_model_whose_task_needs_more_than_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        TxExportError, match="Embedder can't be trained from text alone: its task is sentence-embedding"
+    ):
         train(TrainOptions(Embedder(), _planted(tmp_path / "train.tsv"), tmp_path / "out"), _ignore)
 
 

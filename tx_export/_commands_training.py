@@ -10,11 +10,13 @@ from tx_export import _arguments, _console, _tables
 
 __all__ = ["distill", "train"]
 
+_DATA = "Lines of label<TAB>text[<TAB>confidence], for seq2seq source<TAB>target, for lm running text."
+
 
 @click.command()
 @click.argument("model")
 @_arguments.size
-@click.option("--data", required=True, type=_arguments.FILE, help="Lines of label<TAB>text[<TAB>confidence].")
+@click.option("--data", required=True, type=_arguments.FILE, help=_DATA)
 @click.option("--held-out", type=_arguments.FILE, help="Decides when to stop; default: a seeded tenth of the data.")
 @click.option("--tokenizer", type=_arguments.FILE, help="A tokenizer.json; default: one is trained on the data.")
 @click.option("--weights", "initial", type=_arguments.FILE, help="Weights (safetensors) to start from.")
@@ -30,7 +32,10 @@ def train(
     context: click.Context, model: str, size: str, data: Path, held_out: Path | None, tokenizer: Path | None,
     initial: Path | None, output: Path | None, dropout: float | None, qat: str | None,
 ) -> None:  # fmt: skip
-    """Train MODEL on labelled text; a run that was stopped is continued by the same command."""
+    """Train MODEL on text; a run that was stopped is continued by the same command.
+
+    A classifier learns labels, seq2seq targets of sources, lm how text goes on.
+    """
     from tx_export import plugins, training
     from tx_export.spec import BuiltInSpec
 

@@ -158,7 +158,7 @@ class Course:
         (batch,) = collate(lesson.rows, numbers, len(numbers), self.pad_id)
         theirs = lesson.ask(numbers, batch)
         with running(pupil.student, self.options), watching(pupil.student) as seen:
-            outputs = call(pupil.student, self.inputs, batch, with_unknown_words(batch, word_dropout))
+            outputs = call(pupil.student, self.inputs, batch, with_unknown_words(batch.input_ids, word_dropout))
             ours = Answer(outputs, seen)
             found = self._output_losses(ours, theirs, batch) | pupil.layer_losses(ours, theirs, batch.attention_mask)
         loss = (

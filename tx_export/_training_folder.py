@@ -42,7 +42,7 @@ def _fill(module: nn.Module, initial: Path) -> None:
         if name not in weights or weights[name].shape != tensor.shape:
             wanted = f"it is {list(weights[name].shape)}" if name in weights else "there is no such weight"
             raise LoadError(f"{initial}: {name} {list(tensor.shape)} does not fit the model; {wanted}")
-    module.load_state_dict(weights | given)
+    module.load_state_dict(given, strict=False)  # what shares its tensor with a given weight goes by that
 
 
 def make_folder(folder: Path) -> None:
@@ -82,7 +82,9 @@ def write_folder(
     text = json.dumps({**record, **outcome}, indent=2, sort_keys=True) + "\n"
     # One key only: safetensors writes metadata in the order of a hash table.
     header = {"config": json.dumps(record["config"], sort_keys=True)}
-    weights = {name: tensor.contiguous() for name, tensor in fitted.weights.items()}
+    first: dict[int, str] = {}  # weights that are shared are written once
+    shared = ((name, first.setdefault(weight.data_ptr(), name)) for name, weight in fitted.weights.items())
+    weights = {name: fitted.weights[name].contiguous() for name, kept in shared if name == kept}
     _replace(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
     _replace(folder / "training.json", text.encode())
     _replace(folder / "model.safetensors", safetensors.torch.save(weights, header))

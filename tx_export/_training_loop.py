@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tx_export._training_dropout import ByteDropout
 from tx_export._training_steps import LoopOptions, Metrics, evaluate, gradients, warmup_rate
 from tx_export._training_text import Rows, epoch_batches
 from tx_export.errors import LoadError, TxExportError
 
-__all__ = ["Fitted", "Objective", "Progress", "TrainRecord", "fit", "minimize"]
+__all__ = ["Fitted", "Objective", "Progress", "TrainRecord", "fit", "label_objective", "minimize"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Objective:
 
     lengths: Sequence[int]  # tokens of each row
     gradients: Callable[[nn.Module, Sequence[int]], float]
-    judge: Callable[[nn.Module], Metrics]  # `loss`, and `accuracy` where there is one: it comes first
+    judge: Callable[[nn.Module], Metrics]  # `loss`; a share of right answers, if there is one, comes before it
 
 
 @dataclass
@@ -96,13 +97,16 @@ def fit(
     progress: Progress,
 ) -> Fitted:
     """Minimize the smoothed loss of the first rows; the others are held out."""
-    train, held_out = rows
-    objective = Objective(
+    return minimize(module, d_model, label_objective(*rows, options), options, saved, progress)
+
+
+def label_objective(train: Rows, held_out: Rows, options: LoopOptions) -> Objective:
+    """The smoothed loss of labelled rows, and accuracy on others."""
+    return Objective(
         [len(ids) for ids in train.ids],
         lambda module, chosen: gradients(module, train, chosen, options),
         lambda module: evaluate(module, held_out, options.batch_size),
     )
-    return minimize(module, d_model, objective, options, saved, progress)
 
 
 def minimize(
@@ -147,7 +151,8 @@ def _update(state: _State, objective: Objective, chosen: list[int], rate: float,
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     state.optimizer.zero_grad(set_to_none=True)
-    loss = objective.gradients(state.module, chosen)
+    with ByteDropout():
+        loss = objective.gradients(state.module, chosen)
     if not math.isfinite(loss):
         raise TxExportError(
             f"step {state.step + 1}: the loss is {loss}; choose a smaller rate factor or a longer warm-up"
@@ -169,14 +174,20 @@ def _judge(state: _State, objective: Objective) -> Metrics:
     metrics = objective.judge(judged)
     if not state.best or _rank(metrics) > _rank(state.best):
         state.best, state.best_step, state.misses = metrics, state.step, 0
-        state.best_weights = {name: weight.detach().clone() for name, weight in judged.state_dict().items()}
+        state.best_weights = _copied(judged.state_dict(keep_vars=True))
     else:
         state.misses += 1
     return metrics
 
 
+def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What shares its memory goes on to share it."""
+    copies = {id(weight): weight.detach().clone() for weight in weights.values()}
+    return {name: copies[id(weight)] for name, weight in weights.items()}
+
+
 def _rank(metrics: Metrics) -> tuple[float, float]:
-    return metrics.get("accuracy", 0.0), -metrics["loss"]
+    return metrics.get("exact", metrics.get("accuracy", 0.0)), -metrics["loss"]
 
 
 def _write_checkpoint(path: Path, fingerprint: str, state: _State) -> None:

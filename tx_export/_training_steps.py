@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tx_export._training_text import SPECIAL_TOKENS, Batch, Rows, collate
+from tx_export._training_text import SPECIAL_TOKENS, Rows, collate
 from tx_export.errors import TxExportError
 
 __all__ = [
@@ -119,19 +119,19 @@ def gradients(module: nn.Module, rows: Rows, chosen: Sequence[int], options: Loo
     loss = 0.0
     for batch in collate(rows, chosen, options.batch_size // options.accumulation):
         with running(module, options):
-            logits = module(with_unknown_words(batch, options.word_dropout), batch.attention_mask)
+            logits = module(with_unknown_words(batch.input_ids, options.word_dropout), batch.attention_mask)
         part = smoothed_loss(logits, batch.targets, options.label_smoothing, confidence=batch.confidence) / len(chosen)
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
     return loss
 
 
-def with_unknown_words(batch: Batch, share: float) -> Tensor:
+def with_unknown_words(input_ids: Tensor, share: float) -> Tensor:
     """The ids with a random share of them read as [UNK]; special tokens stay."""
     if share == 0:
-        return batch.input_ids
-    hidden = (torch.rand(batch.input_ids.shape) < share) & (batch.input_ids >= len(SPECIAL_TOKENS))
-    return batch.input_ids.masked_fill(hidden, SPECIAL_TOKENS.index("[UNK]"))
+        return input_ids
+    hidden = (torch.rand(input_ids.shape) < share) & (input_ids >= len(SPECIAL_TOKENS))
+    return input_ids.masked_fill(hidden, SPECIAL_TOKENS.index("[UNK]"))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 
 from tx_export._load_text import read_utf8
+from tx_export._training_lines import read_fields
 from tx_export.errors import LoadError
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "encode",
     "encode_texts",
     "epoch_batches",
+    "held_out_of",
     "labels_of",
+    "padded",
     "read_examples",
     "read_texts",
     "read_tokenizer",
@@ -66,14 +69,7 @@ class Batch:
 
 def read_examples(path: Path) -> list[Example]:
     """Lines `label<TAB>text[<TAB>confidence]` in UTF-8, blank lines aside; LoadError names the line that is wrong."""
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    examples = [_example(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not examples:
-        raise LoadError(f"{path}: no examples; expected lines of label<TAB>text")
-    return examples
+    return [_example(place, fields) for place, fields in read_fields(path, "label<TAB>text")]
 
 
 def read_texts(path: Path) -> list[Example]:
@@ -87,11 +83,7 @@ def read_texts(path: Path) -> list[Example]:
     return [Example("", line) for line in lines]
 
 
-def _example(place: str, line: bytes) -> Example:
-    try:
-        fields = line.decode("utf-8").rstrip("\r").split("\t")
-    except UnicodeDecodeError as error:
-        raise LoadError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from error
+def _example(place: str, fields: list[str]) -> Example:
     if not 2 <= len(fields) <= 3:
         raise LoadError(f"{place}: {len(fields)} column(s); expected label<TAB>text[<TAB>confidence]")
     label, text = fields[0].strip(), fields[1].strip()
@@ -120,15 +112,19 @@ def labels_of(path: Path, examples: Sequence[Example], preferred: tuple[str, ...
 
 def split(path: Path, examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
     """Training and held-out part, a seeded random choice; both keep the file's order."""
-    held = max(1, round(len(examples) * share))
-    if held >= len(examples):
-        raise LoadError(f"{path}: {len(examples)} example(s) are too few to hold some out; give a held-out file")
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = set(order[:held])
+    chosen = held_out_of(path, len(examples), share, seed)
     return (
         [example for i, example in enumerate(examples) if i not in chosen],
         [example for i, example in enumerate(examples) if i in chosen],
     )
+
+
+def held_out_of(path: Path, count: int, share: float, seed: int) -> set[int]:
+    """Which of so many examples to hold out."""
+    held = max(1, round(count * share))
+    if held >= count:
+        raise LoadError(f"{path}: {count} example(s) are too few to hold some out; give a held-out file")
+    return set(torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:held].tolist())
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -226,9 +222,12 @@ def collate(rows: Rows, chosen: Sequence[int], size: int, pad_id: int = 0) -> It
     """The chosen rows as batches of at most `size`, each padded to its longest row."""
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
-        width = max(len(rows.ids[i]) for i in part)
-        input_ids = torch.tensor([rows.ids[i] + [pad_id] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64)
-        mask = torch.tensor(
-            [[1] * len(rows.ids[i]) + [0] * (width - len(rows.ids[i])) for i in part], dtype=torch.int64
-        )
-        yield Batch(input_ids, mask, rows.targets[part], rows.confidence[part])
+        ids = [rows.ids[i] for i in part]
+        mask = padded([[1] * len(row) for row in ids], 0)
+        yield Batch(padded(ids, pad_id), mask, rows.targets[part], rows.confidence[part])
+
+
+def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """int64 [rows, the longest], `value` behind the end of each."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64)

@@ -1,6 +1,8 @@
-"""Train a classifier from labelled text: options and data in, a folder with weights, tokenizer and record out.
+"""Train a built-in model from text: options and data in, a folder with weights, tokenizer and record out.
 
-FILE.tsv -> label, text -> tokenizer -> rows -> fit -> model.safetensors, tokenizer.json, training.json
+FILE -> examples -> tokenizer -> rows -> minimize -> model.safetensors, tokenizer.json, training.json
+
+The model's task decides what an example is: label and text, source and target, or a line of running text.
 """
 
 from __future__ import annotations
@@ -17,18 +19,13 @@ from torch import nn
 
 from tx_export._fake_quantize import fake_quantized, read_arithmetic
 from tx_export._training_folder import fields_of, fingerprint, identity, make_folder, replaced, started, write_folder
-from tx_export._training_loop import Progress, TrainRecord, fit
+from tx_export._training_labels import Labels
+from tx_export._training_loop import Progress, TrainRecord, minimize
+from tx_export._training_material import Material
+from tx_export._training_pairs import Pairs
+from tx_export._training_running_text import RunningText
 from tx_export._training_steps import LoopOptions
-from tx_export._training_text import (
-    Example,
-    encode,
-    labels_of,
-    read_examples,
-    read_tokenizer,
-    require_special_tokens,
-    split,
-    train_tokenizer,
-)
+from tx_export._training_text import Example, read_examples, read_tokenizer, require_special_tokens, train_tokenizer
 from tx_export.errors import LoadError
 from tx_export.spec import BuiltInSpec
 
@@ -45,14 +42,19 @@ __all__ = [
 ]
 
 _HELD_OUT_SHARE = 0.1
+_MATERIALS: dict[str, Material[Any]] = {
+    "text-classification": Labels(),
+    "text2text-generation": Pairs(),
+    "text-generation": RunningText(),
+}
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """What to train, on what, and where to; the labels and the vocabulary's size come from the data."""
 
-    spec: BuiltInSpec  # with fields `labels`, `vocab_size`, `max_length`, `d_model`, `dropout`: the classifier
-    data: Path  # lines of label<TAB>text[<TAB>confidence], UTF-8
+    spec: BuiltInSpec  # with fields `vocab_size`, `max_length`, `d_model` and `dropout`, and `labels` of a classifier
+    data: Path  # UTF-8: lines of label<TAB>text[<TAB>confidence], of source<TAB>target, or of running text, by its task
     output: Path  # the folder; its checkpoint, if there is one, is continued
     held_out: Path | None = None  # decides when to stop; without it a seeded tenth of the data does
     tokenizer: Path | None = None  # a tokenizer.json; without it one is trained on the data
@@ -64,7 +66,11 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The folder, the configuration of the model in it, and its held-out `accuracy` and `loss` at the best step."""
+    """The folder, the configuration of the model in it, and its held-out metrics at the best step.
+
+    `loss`; of a classifier `accuracy`; of a sequence-to-sequence model `exact` and the `accuracy` of its tokens; of a
+    language model `perplexity` and `word_perplexity`.
+    """
 
     folder: Path
     spec: BuiltInSpec
@@ -79,55 +85,58 @@ def train(options: TrainOptions, progress: Progress) -> TrainResult:
     The same options and data give the same weights on the same machine with the same number of threads. A run that was
     stopped leaves `checkpoint.pt` in the folder and is continued by the same call. LoadError names what can't be used.
     """
-    _check(options)
-    train_set, held_out = _examples(options)
-    spec, tokenizer = _fitted_to_data(options, train_set)
-    fields = fields_of(spec)
-    labels, max_length = fields["labels"], fields["max_length"]
-    rows = encode(tokenizer, train_set, labels, max_length), encode(tokenizer, held_out, labels, max_length)
+    material = _material(options)
+    parts = _examples(options, material)
+    spec, tokenizer = _fitted_to_data(options, material, parts[0])
+    objective = material.objective(spec, tokenizer, parts, options.loop)
     make_folder(options.output)
     record, saved = _record(options, spec), options.output / "checkpoint.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.loop.seed)
-        module = _module(spec, options)
-        fitted = fit(module, fields["d_model"], rows, options.loop, (saved, fingerprint(record)), progress)
-    write_folder(options.output, record, tokenizer, fitted, (len(train_set), len(held_out)))
+        module, d_model = _module(spec, options), fields_of(spec)["d_model"]
+        fitted = minimize(module, d_model, objective, options.loop, (saved, fingerprint(record)), progress)
+    write_folder(options.output, record, tokenizer, fitted, (len(parts[0]), len(parts[1])))
     saved.unlink(missing_ok=True)
     return TrainResult(options.output, spec, fitted.metrics, fitted.best_step, fitted.steps)
 
 
-def _check(options: TrainOptions) -> None:
-    missing = {"labels", "vocab_size", "max_length", "d_model", "dropout"} - fields_of(options.spec).keys()
-    if missing:
-        raise LoadError(
-            f"{type(options.spec).__name__} has no {', '.join(sorted(missing))}; only classifiers can be trained"
-        )
+def _material(options: TrainOptions) -> Material[Any]:
+    """What the spec's task is trained on; LoadError for options that can't be used."""
+    task, name = options.spec.task, type(options.spec).__name__
+    if task not in _MATERIALS:
+        raise LoadError(f"{name} can't be trained from text alone: its task is {task}; known: {', '.join(_MATERIALS)}")
+    missing = {"vocab_size", "max_length", "d_model", "dropout"} | _MATERIALS[task].fields
+    if missing := missing - fields_of(options.spec).keys():
+        raise LoadError(f"{name} has no {', '.join(sorted(missing))}")
     if options.dropout is not None and not 0 <= options.dropout < 1:
         raise LoadError(f"dropout is {options.dropout}; it must be in [0, 1)")
     if options.qat is not None:
         read_arithmetic(options.qat)
         if options.loop.precision != "float32":
             raise LoadError(f"qat: {options.loop.precision} would round what has to be rounded to 8 bits; use float32")
+    return _MATERIALS[task]
 
 
-def _examples(options: TrainOptions) -> tuple[list[Example], list[Example]]:
-    examples = read_examples(options.data)
+def _examples(options: TrainOptions, material: Material[Any]) -> tuple[list[Any], list[Any]]:
+    examples = material.read(options.data)
     if options.held_out is not None:
-        return examples, read_examples(options.held_out)
-    return split(options.data, examples, _HELD_OUT_SHARE, options.loop.seed)
+        return examples, material.read(options.held_out)
+    return material.split(options.data, examples, _HELD_OUT_SHARE, options.loop.seed)
 
 
-def _fitted_to_data(options: TrainOptions, examples: Sequence[Example]) -> tuple[BuiltInSpec, Tokenizer]:
+def _fitted_to_data(
+    options: TrainOptions, material: Material[Any], examples: Sequence[Any]
+) -> tuple[BuiltInSpec, Tokenizer]:
     fields = fields_of(options.spec)
-    labels = labels_of(options.data, examples, fields["labels"])
+    settled = material.settled(options.data, examples, fields)
     if options.tokenizer is not None:
         tokenizer = read_tokenizer(options.tokenizer)
     else:
-        tokenizer = train_tokenizer([example.text for example in examples], fields["vocab_size"])
+        tokenizer = material.tokenizer(examples, fields["vocab_size"])
     if options.loop.word_dropout > 0:
         require_special_tokens(tokenizer, options.tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return replaced(options.spec, {"labels": labels, "vocab_size": vocab_size}), tokenizer
+    return replaced(options.spec, {**settled, "vocab_size": vocab_size}), tokenizer
 
 
 def _module(spec: BuiltInSpec, options: TrainOptions) -> nn.Module:
