@@ -25,6 +25,7 @@ Run = Callable[[Mapping[str, np.ndarray]], Arrays]
 _STEPS = 4  # single tokens at the end of a row that is read to check the cache
 _USUAL = 128  # new tokens where no number is given
 _WASTE = 4  # a cache of up to so many times the need is used again
+_UNLIKELY = -50.0  # the logarithm of a probability that float64 loses beside 1
 _DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 _DTYPES |= {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
 
@@ -112,27 +113,40 @@ class Rules:
             scores[forced] = 0
         return scores
 
-    def probabilities(self, scores: np.ndarray) -> np.ndarray:
-        """Of each token, for a temperature above 0."""
+    def likely(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that may be drawn, and the probability of each, for a temperature above 0."""
         options = self.options
         scores = (scores - scores.max()) / options.temperature
+        floor = _UNLIKELY
         if 0 < options.top_k < len(scores):
-            scores[scores < np.partition(scores, -options.top_k)[-options.top_k]] = -np.inf
-        found = np.exp(scores)
-        found /= found.sum()
+            floor = max(floor, np.partition(scores, -options.top_k)[-options.top_k])
+        tokens = np.flatnonzero(scores >= floor)
+        found = np.exp(scores[tokens])
         if options.top_p < 1:
-            order = found.argsort()
-            found[order[:-1][found[order].cumsum()[:-1] <= 1 - options.top_p]] = 0
-        found[found < options.min_p * found.max()] = 0
-        return np.asarray(found / found.sum())
+            kept = _nucleus(found / found.sum(), options.top_p)
+            tokens, found = tokens[kept], found[kept]
+        kept = found >= options.min_p * found.max()
+        tokens, found = tokens[kept], found[kept]
+        return tokens, np.asarray(found / found.sum())
 
     def choose(self, scores: np.ndarray, random: np.random.Generator) -> int:
         """The likeliest token, or one that is drawn."""
         _check_left(scores)
         if self.options.temperature == 0:
             return int(scores.argmax())
-        cumulative = self.probabilities(scores).cumsum()
-        return int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"))
+        tokens, found = self.likely(scores)
+        cumulative = found.cumsum()
+        return int(tokens[np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")])
+
+
+def _nucleus(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    """Places of the fewest that hold `top_p` together, in order; only those that may be among them are sorted."""
+    rest = 1 - top_p
+    is_large = probabilities >= rest / len(probabilities)  # all others together hold less than the rest
+    large, small = np.flatnonzero(is_large), probabilities[~is_large].sum()
+    order = large[probabilities[large].argsort()]
+    start = np.searchsorted(small + probabilities[order].cumsum(), rest, side="right")
+    return np.sort(order[min(int(start), len(order) - 1) :])
 
 
 def _repeating(ids: Sequence[int], size: int) -> list[int]:
@@ -282,7 +296,7 @@ class _Graph:
 
 
 class _Batch:
-    """Rows that are read together, and their cache; only ids, mask and logits_at are bound anew for each run."""
+    """Rows that are read together, and their cache; only ids and mask are bound anew for each run."""
 
     def __init__(self, graph: _Graph, cache: _Cache, mask: np.ndarray, fixed: Arrays, filled: int) -> None:
         self._graph, self.cache, self._mask, self._fixed, self.filled = graph, cache, mask, fixed, filled
@@ -293,16 +307,19 @@ class _Batch:
         self._binding = graph.session.io_binding()
         self._logits = np.empty((rows, 1, graph.vocabulary), graph.logits_dtype)
         _bind_output(self._binding, "logits", self._logits)
+        self._at = np.array([-1])  # the new token that gets logits
         for name, array in self._fixed.items():
             _bind_input(self._binding, name, array)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Logits [rows, vocabulary] behind the last of ids [rows, tokens]; overwritten by the next run."""
         graph, total = self._graph, self.filled + ids.shape[1]
-        ids, at = np.ascontiguousarray(ids, graph.ids_dtype), np.array([ids.shape[1] - 1])
-        mask = np.ascontiguousarray(self._mask[:, :total])
-        for name, array in ((graph.ids, ids), (graph.mask, mask), ("logits_at", at)):
-            _bind_input(self._binding, name, array)
+        ids, mask = np.ascontiguousarray(ids, graph.ids_dtype), np.ascontiguousarray(self._mask[:, :total])
+        _bind_input(self._binding, graph.ids, ids)
+        _bind_input(self._binding, graph.mask, mask)
+        if self._at != ids.shape[1] - 1:
+            self._at = np.array([ids.shape[1] - 1])
+            _bind_input(self._binding, "logits_at", self._at)
         self.cache.bind(self._binding, len(ids))
         graph.session.run_with_iobinding(self._binding, graph.run_options)
         self.cache.follow(self._binding)
@@ -443,15 +460,12 @@ class Generator:
             ids = [told["bos"]]
         if not ids:
             raise LimitError(f"prompt {row}: has no token, and this model names none to begin with")
-        longest = told["cache"]["max_length"]
         if self._encoder is None:
             for token in ids:
                 self._check_id(token, f"prompt {row}")
             return ids
         if min(ids) < 0:
             raise LimitError(f"prompt {row}: token id {min(ids)} is below 0")
-        if len(ids) > longest:
-            raise LimitError(f"prompt {row}: {len(ids)} tokens; the limit of this model is {longest}")
         if told["start"] is None:
             raise LimitError("manifest.json: generation names no token to start with behind a source")
         return [told["start"]]
@@ -567,8 +581,8 @@ class _Search:
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)))
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
@@ -669,8 +683,9 @@ def _parts(tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _empty(cache: Mapping[str, Any], batch: int) -> Arrays:
-    shape = (batch, cache["heads"], 0, cache["head_dim"])
-    return {name: np.zeros(shape, np.float32) for name in names(cache, "past")}
+    heads = cache.get("by_layer") or [cache["heads"]] * cache["layers"]
+    shapes = [(batch, count, 0, cache["head_dim"]) for count in heads for _ in ("key", "value")]
+    return {name: np.zeros(shape, np.float32) for name, shape in zip(names(cache, "past"), shapes, strict=True)}
 
 
 def names(cache: Mapping[str, Any], what: str) -> list[str]:
