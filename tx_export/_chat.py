@@ -21,7 +21,7 @@ __all__ = ["read_chat"]
 
 _log = logging.getLogger("tx_export")
 
-_SECONDS = 60  # that rendering may take; what it computes is bounded by the process itself
+_SECONDS = 120  # that rendering may take; what it computes is bounded by the process itself
 _MOST_CHARACTERS = 100_000  # of a template, and of all pieces
 _TURNS = 3
 
