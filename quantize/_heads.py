@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tx_export.models.parts.attention import Attention, MultiHeadAttention, PackedSelfAttention
+from tx_export.models.parts.causal import CausalMask, CausalSelfAttention
+from tx_export.models.parts.cross import CrossAttention
 from tx_export.models.parts.masks import KeyMask
+from tx_export.models.parts.turned import PackedCausalSelfAttention
 from tx_export.quantize._heads_torch import KeptTorchHeads, is_plain, value_rows
-from tx_export.quantize._units import Numbers, Units, kept_columns, kept_rows, repeated
+from tx_export.quantize._units import Linear, Numbers, Units, inputs_axis, kept_columns, kept_rows, made_by, repeated
 
-__all__ = ["attentions", "heads_of", "refusal", "without_heads"]
+__all__ = ["attentions", "groups_of", "heads_of", "in_a_group", "refusal", "refusal_of", "without_heads"]
 
-Layer = Attention | nn.MultiheadAttention
+_Ours = Attention | CausalSelfAttention | CrossAttention
+Layer = _Ours | nn.MultiheadAttention
 
 
 def attentions(module: nn.Module) -> dict[str, Layer]:
@@ -29,24 +33,59 @@ def refusal(layer: Layer) -> str | None:
     """Why no head of a layer can be removed; None where it can."""
     if isinstance(layer, (MultiHeadAttention, PackedSelfAttention)):
         return None if layer.num_heads else "it has no heads"
+    if isinstance(layer, (CausalSelfAttention, CrossAttention)):
+        return None
     if isinstance(layer, nn.MultiheadAttention):
         return None if is_plain(layer) else "it has more than heads: add_bias_kv, add_zero_attn, or a class of its own"
     return f"heads of {type(layer).__name__} can't be removed one by one"
 
 
+def refusal_of(layer: Layer, heads: Numbers) -> str | None:
+    """Why just these heads of a layer can't be removed; None where they can."""
+    if isinstance(layer, (CausalSelfAttention, CrossAttention)) and len(heads) == layer.num_heads:
+        return "attention with a cache keeps at least one head"
+    size = in_a_group(layer)
+    left = [size - sum(head // size == group for head in heads) for group in range(layer.num_heads // size)]
+    if len(set(left) - {0}) < 2:
+        return None
+    return (
+        f"each {size} query heads in a row share a key and value head: remove whole groups of {size}, say "
+        f"{','.join(map(str, range(size)))}, or as many of each group"
+    )
+
+
+def in_a_group(layer: Layer) -> int:
+    """How many query heads read one key and value head."""
+    return layer.num_heads // layer.num_kv_heads if isinstance(layer, CausalSelfAttention) else 1
+
+
 def heads_of(module: nn.Module) -> list[Units]:
     """The heads of each layer from which some can be removed."""
-    return [_units(name, layer) for name, layer in attentions(module).items() if refusal(layer) is None]
+    layers = attentions(module).items()
+    return [_units(name, layer, layer.num_heads) for name, layer in layers if refusal(layer) is None]
 
 
-def _units(name: str, layer: Layer) -> Units:
+def groups_of(module: nn.Module) -> list[Units]:
+    """What goes at once: a head, or a key and value head with all query heads that read it."""
+    layers = attentions(module).items()
+    return [
+        _units(name, layer, layer.num_heads // in_a_group(layer)) for name, layer in layers if refusal(layer) is None
+    ]
+
+
+def _units(name: str, layer: Layer, count: int) -> Units:
     if isinstance(layer, nn.MultiheadAttention):
-        return Units(name, layer.num_heads, layer.out_proj.weight, value_rows(layer))
-    width = layer.num_heads * layer.head_dim
-    value = layer.qkv if isinstance(layer, PackedSelfAttention) else layer.value
-    assert isinstance(value, nn.Linear)
-    made = tuple(tensor[-width:] for tensor in (value.weight, value.bias) if tensor is not None)
-    return Units(name, layer.num_heads, layer.output.weight, made)
+        return Units(name, count, layer.out_proj.weight, value_rows(layer))
+    value, heads = _value(layer), layer.num_kv_heads if isinstance(layer, CausalSelfAttention) else layer.num_heads
+    made = tuple(tensor[-heads * layer.head_dim :] for tensor in made_by(value))
+    return Units(name, count, layer.output.weight, made, inputs_axis(layer.output))
+
+
+def _value(layer: _Ours) -> Linear:
+    """The product that makes the values, maybe behind others."""
+    value = layer.qkv if isinstance(layer, (PackedSelfAttention, PackedCausalSelfAttention)) else layer.value
+    assert isinstance(value, Linear)
+    return value
 
 
 def without_heads(module: nn.Module, removed: Mapping[str, Numbers]) -> nn.Module:
@@ -67,15 +106,19 @@ def _without(layer: Layer, numbers: Numbers) -> nn.Module:
         return KeptTorchHeads(layer, kept) if kept else _TorchOutputBias(layer)
     if not kept:
         return _OutputBias(layer.output)
-    rows = repeated(kept, layer.head_dim)
-    if isinstance(layer, PackedSelfAttention):
+    groups = tuple(dict.fromkeys(head // in_a_group(layer) for head in kept))
+    queries, keys = (repeated(numbers, layer.head_dim) for numbers in (kept, groups))
+    if isinstance(layer, (PackedSelfAttention, PackedCausalSelfAttention)):
         width = layer.num_heads * layer.head_dim
-        kept_rows(layer.qkv, torch.cat([rows, rows + width, rows + 2 * width]))
-    elif isinstance(layer, MultiHeadAttention):
-        for linear in (layer.query, layer.key, layer.value):
+        kept_rows(_value(layer), torch.cat([queries, keys + width, keys + 2 * width]))
+    else:
+        assert isinstance(layer, (MultiHeadAttention, CausalSelfAttention, CrossAttention))
+        for linear, rows in ((layer.query, queries), (layer.key, keys), (layer.value, keys)):
             kept_rows(linear, rows)
-    kept_columns(layer.output, rows)
+    kept_columns(layer.output, queries)
     layer.num_heads = len(kept)
+    if isinstance(layer, CausalSelfAttention):
+        layer.num_kv_heads = len(groups)
     layer.register_forward_pre_hook(_BiasOfKept(kept), with_kwargs=True)
     return layer
 
@@ -92,7 +135,7 @@ class _BiasOfKept:
         return tuple(map(self._cut, given)), {name: self._cut(value) for name, value in named.items()}
 
     def _cut(self, value: Any) -> Any:
-        if not isinstance(value, KeyMask) or value.bias is None or value.bias.shape[1] == 1:
+        if not isinstance(value, (KeyMask, CausalMask)) or value.bias is None or value.bias.shape[1] == 1:
             return value
         return value._replace(bias=torch.cat([value.bias[:, head : head + 1] for head in self.kept], dim=1))
 

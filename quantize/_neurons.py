@@ -8,13 +8,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from tx_export.models.parts.decoder import GluFeedForward
 from tx_export.models.parts.layers import FeedForward, GatedFeedForward
-from tx_export.quantize._units import Numbers, Units, kept_columns, kept_rows
+from tx_export.models.parts.turned import TurnedFeedForward
+from tx_export.quantize._units import Linear, Numbers, Units, inputs_axis, kept_columns, kept_rows, made_by
 
 __all__ = ["neurons_of", "without_neurons"]
 
 _Stock = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
-_Layer = FeedForward | GatedFeedForward | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+_Layer = FeedForward | GatedFeedForward | GluFeedForward | TurnedFeedForward | _Stock
 
 
 def _layers(module: nn.Module) -> dict[str, _Layer]:
@@ -22,9 +24,11 @@ def _layers(module: nn.Module) -> dict[str, _Layer]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, _Layer)}
 
 
-def _products(layer: _Layer) -> tuple[nn.Linear, nn.Linear]:
-    """Up, which a gated layer has twice in one, and down."""
-    return (layer.linear1, layer.linear2) if isinstance(layer, _Stock) else (layer.up, layer.down)
+def _products(layer: _Layer) -> tuple[tuple[Linear, ...], Linear]:
+    """Those up, of which one may be two side by side, and that down."""
+    if isinstance(layer, _Stock):
+        return (layer.linear1,), layer.linear2
+    return (layer.gate, layer.up) if isinstance(layer, GluFeedForward) else (layer.up,), layer.down
 
 
 def neurons_of(module: nn.Module) -> list[Units]:
@@ -32,10 +36,10 @@ def neurons_of(module: nn.Module) -> list[Units]:
     return [_units(name, *_products(layer)) for name, layer in _layers(module).items()]
 
 
-def _units(name: str, up: nn.Linear, down: nn.Linear) -> Units:
-    made = [tensor for tensor in (up.weight, up.bias) if tensor is not None]
+def _units(name: str, ups: tuple[Linear, ...], down: Linear) -> Units:
+    made = [tensor for up in ups for tensor in made_by(up)]
     values = tuple(part for tensor in made for part in torch.split(tensor, down.in_features))
-    return Units(name, down.in_features, down.weight, values)
+    return Units(name, down.in_features, down.weight, values, inputs_axis(down))
 
 
 def without_neurons(module: nn.Module, removed: Mapping[str, Numbers]) -> nn.Module:
@@ -43,9 +47,10 @@ def without_neurons(module: nn.Module, removed: Mapping[str, Numbers]) -> nn.Mod
     copied = copy.deepcopy(module)
     layers = _layers(copied)
     for name, numbers in removed.items():
-        up, down = _products(layers[name])
+        ups, down = _products(layers[name])
         stays = torch.ones(down.in_features, dtype=torch.bool)
         stays[list(numbers)] = False
-        kept_rows(up, stays.repeat(up.out_features // down.in_features).nonzero()[:, 0])
+        for up in ups:
+            kept_rows(up, stays.repeat(up.out_features // down.in_features).nonzero()[:, 0])
         kept_columns(down, stays.nonzero()[:, 0])
     return copied

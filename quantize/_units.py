@@ -1,6 +1,6 @@
-"""Heads and neurons are units alike: each owns columns of the product behind it, and can be zeroed, weighed and proved.
+"""Heads and neurons are units alike: each owns inputs of the product behind it, and can be zeroed, weighed and proved.
 
-A unit behind a gate g has d(y)/d(g) at g = 1 equal to the sum over its columns of W * d(y)/d(W) (Michel et al. 2019).
+A unit behind a gate g has d(y)/d(g) at g = 1 equal to the sum over its inputs of W * d(y)/d(W) (Michel et al. 2019).
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from torch import Tensor, nn
 
 from tx_export._slow_path import slow_path
 from tx_export.errors import PassError
+from tx_export.models.parts.turned import TurnedLinear
 from tx_export.passes import Context, Pass
 
 __all__ = [
     "Find",
+    "Linear",
     "Numbers",
     "Units",
     "check_options",
+    "inputs_axis",
     "kept_columns",
     "kept_rows",
     "least_important",
+    "made_by",
     "prove",
     "repeated",
     "rounded",
@@ -37,6 +41,7 @@ __all__ = [
 _log = logging.getLogger("tx_export")
 
 Feeds = Mapping[str, np.ndarray]
+Linear = nn.Linear | TurnedLinear
 Numbers = tuple[int, ...]
 
 _PROVED_ON = 3  # batches of text, and other inputs
@@ -49,12 +54,17 @@ class Units:
 
     name: str
     count: int
-    output: Tensor  # [D, count width], the weight of the product behind them
+    output: Tensor  # [D, count width] or [count width, D], the weight of the product behind them
     values: tuple[Tensor, ...]  # [count width, ...] each: what makes the values that enter that product
+    axis: int = 1  # of `output`, along which they lie
 
-    def of_each(self, columns: Tensor) -> Tensor:
-        """The sum for each unit: [D, count width] -> [count]."""
-        return torch.unflatten(columns, 1, (self.count, -1)).sum(dim=(0, 2))
+    def parted(self, output: Tensor) -> Tensor:
+        """What is laid out as the output's weight, by units: [count, width, D] or [count, D, width]."""
+        return torch.unflatten(output, self.axis, (self.count, -1)).movedim(self.axis, 0)
+
+    def of_each(self, output: Tensor) -> Tensor:
+        """The sum of each unit [count]."""
+        return self.parted(output).sum(dim=(1, 2))
 
 
 Find = Callable[[nn.Module], Sequence[Units]]
@@ -110,7 +120,7 @@ def _least(scores: Sequence[Tensor], asked: int) -> list[Numbers]:
 
 
 def _norms(units: Units) -> Tensor:
-    """The norm of a unit's columns times that of what makes its values, by which its part of the output is bounded.
+    """The norm of a unit's part of the output's weight times that of what makes its values: a bound of what it adds.
 
     In parts of the module's root mean square, so that layers of other scales compare.
     """
@@ -153,7 +163,7 @@ def _signed(output: Tensor, feeds: Feeds, signs: torch.Generator) -> Tensor:
 
 
 def prove(module: nn.Module, pruned: nn.Module, find: Find, removed: Sequence[Numbers], item: Pass) -> None:
-    """PassError unless `pruned` computes what `module` does with the columns of the removed units zeroed."""
+    """PassError unless `pruned` computes what `module` does with the removed units zeroed."""
     assert item.context is not None
     feeds = [*item.context.feeds[:_PROVED_ON], *item.context.probes[:_PROVED_ON]]
     if not feeds:
@@ -174,7 +184,7 @@ def _masked(module: nn.Module, find: Find, removed: Sequence[Numbers]) -> nn.Mod
     masked = copy.deepcopy(module)
     for units, numbers in zip(find(masked), removed, strict=True):
         with torch.no_grad():
-            torch.unflatten(units.output, 1, (units.count, -1))[:, list(numbers)] = 0
+            units.parted(units.output)[list(numbers)] = 0
     return masked
 
 
@@ -202,18 +212,29 @@ def repeated(kept: Sequence[int], width: int) -> Tensor:
     return (torch.tensor(kept, dtype=torch.int64)[:, None] * width + torch.arange(width)).flatten()
 
 
-def kept_rows(linear: nn.Linear, rows: Tensor) -> None:
+def inputs_axis(linear: Linear) -> int:
+    """The axis of a product's weight along which its inputs lie."""
+    return 0 if isinstance(linear, TurnedLinear) else 1
+
+
+def kept_rows(linear: Linear, rows: Tensor) -> None:
     """Leave a product only these outputs."""
-    linear.weight = _part(linear.weight, 0, rows)
+    linear.weight = _part(linear.weight, 1 - inputs_axis(linear), rows)
     linear.out_features = len(rows)
     if linear.bias is not None:
         linear.bias = _part(linear.bias, 0, rows)
 
 
-def kept_columns(linear: nn.Linear, columns: Tensor) -> None:
+def kept_columns(linear: Linear, columns: Tensor) -> None:
     """Leave a product only these inputs."""
-    linear.weight = _part(linear.weight, 1, columns)
+    linear.weight = _part(linear.weight, inputs_axis(linear), columns)
     linear.in_features = len(columns)
+
+
+def made_by(linear: Linear) -> tuple[Tensor, ...]:
+    """What makes the outputs of a product, [outputs, ...] each."""
+    weight = linear.weight if inputs_axis(linear) == 1 else linear.weight.T
+    return (weight,) if linear.bias is None else (weight, linear.bias)
 
 
 def _part(parameter: Tensor, axis: int, index: Tensor) -> nn.Parameter:

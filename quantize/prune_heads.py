@@ -13,7 +13,15 @@ from torch import nn
 
 from tx_export.errors import PassError
 from tx_export.passes import Coverage, Left, ModulePass
-from tx_export.quantize._heads import attentions, heads_of, refusal, without_heads
+from tx_export.quantize._heads import (
+    attentions,
+    groups_of,
+    heads_of,
+    in_a_group,
+    refusal,
+    refusal_of,
+    without_heads,
+)
 from tx_export.quantize._units import Numbers, check_options, least_important, prove, rounded, shortfall
 
 __all__ = ["PruneHeads"]
@@ -23,7 +31,8 @@ __all__ = ["PruneHeads"]
 class PruneHeads(ModulePass):
     """A share of all heads, the least important first, one of each layer stays; or heads by hand, even all of a layer.
 
-    Layers are numbered in the order in which the module holds them, from 0.
+    Layers are numbered in the order in which the module holds them, from 0. Where several query heads read one key and
+    value head, the share is of these groups; by hand, whole groups or as many heads of each.
     """
 
     ratio: float = 0.0  # of all heads, rounded to the nearest whole number, halves up
@@ -42,13 +51,13 @@ class PruneHeads(ModulePass):
             raise PassError(f"prune_heads: {_nothing(refused)}")
         units = heads_of(module)
         total = sum(each.count for each in units)
-        asked = rounded(self.ratio, total)
-        removed = self._by_hand(module, refused) if self.heads else self._by_ratio(module, asked)
+        removed = self._by_hand(module, refused) if self.heads else self._by_ratio(module)
         pruned = without_heads(module, removed)
         prove(module, pruned, heads_of, [removed.get(each.name, ()) for each in units], self)
         done = sum(map(len, removed.values()))
         left = [Left(name, reason) for name, reason in refused.items()]
-        if (reason := shortfall(self.ratio, total, done)) is not None:
+        groups = sum(len(heads) // in_a_group(layers[name]) for name, heads in removed.items())
+        if (reason := shortfall(self.ratio, sum(each.count for each in groups_of(module)), groups)) is not None:
             left.append(Left("heads", reason))
         kept = {
             names.index(each.name): tuple(head for head in range(each.count) if head not in removed.get(each.name, ()))
@@ -58,9 +67,16 @@ class PruneHeads(ModulePass):
         repeat = (dataclasses.replace(self, heads=text),) if text else ()
         return pruned, Coverage(done, total, tuple(left), kept=tuple(sorted(kept.items())), repeat=repeat)
 
-    def _by_ratio(self, module: nn.Module, asked: int) -> dict[str, Numbers]:
-        found = least_important(module, heads_of, asked, self.importance, self)
-        return {each.name: numbers for each, numbers in zip(heads_of(module), found, strict=True)}
+    def _by_ratio(self, module: nn.Module) -> dict[str, Numbers]:
+        """The heads of the least important groups; a group is one head in most models."""
+        groups, layers = groups_of(module), attentions(module)
+        asked = rounded(self.ratio, sum(each.count for each in groups))
+        found = least_important(module, groups_of, asked, self.importance, self)
+        sizes = [in_a_group(layers[each.name]) for each in groups]
+        return {
+            each.name: tuple(group * size + head for group in numbers for head in range(size))
+            for each, numbers, size in zip(groups, found, sizes, strict=True)
+        }
 
     def _by_hand(self, module: nn.Module, refused: Mapping[str, str]) -> dict[str, Numbers]:
         layers = list(attentions(module).items())
@@ -75,6 +91,8 @@ class PruneHeads(ModulePass):
                 raise PassError(
                     f"prune_heads: layer {number} has no head {heads[-1]}; its heads are 0 to {layer.num_heads - 1}"
                 )
+            if (reason := refusal_of(layer, heads)) is not None:
+                raise PassError(f"prune_heads: layer {number} ({name}): {reason}")
             removed[name] = heads
         return removed
 

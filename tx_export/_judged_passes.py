@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tx_export import plugins
-from tx_export._cached_form import plain_runner
+from tx_export._cached_form import plain_runner, with_own_cache
 from tx_export._coverage import of_graph_passes, of_module_passes
 from tx_export._emulation import emulated
 from tx_export._measure import measure
@@ -96,7 +96,7 @@ def run_module_passes(
         changed[item.subject] = coverage if before is None else of_module_passes(before, coverage)
 
     module, repeating = pipeline.run_module(model.module, context, asked, after)
-    pruned = model if module is model.module else dataclasses.replace(model, module=module)
+    pruned = model if module is model.module else with_own_cache(dataclasses.replace(model, module=module))
     return pruned, repeating, changed
 
 

@@ -143,6 +143,7 @@ class CacheSpec:
     head_dim: int
     max_length: int  # prompt and continuation together
     cross: bool = False  # beside it, of an encoder: cross.N.key and cross.N.value [batch, heads, tokens, head_dim]
+    by_layer: tuple[int, ...] = ()  # the heads of each layer, where they differ
 
     def names(self, what: str) -> tuple[str, ...]:
         """Of the tensors, `what` is past or present."""
