@@ -98,9 +98,7 @@ def build(options: BuildOptions, progress: Progress = lambda message: None) -> P
     if override is not None and all(item.budget is None for item in pipeline.passes):
         judge.check(Step("export", context.open(graph), override, graph=graph))
     beside = {} if model is whole else _beside_whole(judging(whole), context.open(graph), override)
-    verification = judge.verification() | beside
-    if (left := judge.divergence(context.open(graph))) is not None:
-        verification["divergence"] = left
+    verification = judge.verification() | beside | judge.divergence(context.open(graph))
     learnt = measured(learnt, whole, context.open(graph))
     target.check(graph, model)
     check_target(folder, options.force)  # another build may have got there first

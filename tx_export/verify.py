@@ -142,11 +142,11 @@ class Judge:
         passes = [verdict.to_json() for verdict in self._verdicts]
         return {"passes": passes, "overall": {key: value for key, value in passes[-1].items() if key != "pass"}}
 
-    def divergence(self, runner: Runner) -> dict[str, Any] | None:
-        """Where greedy text of the runner leaves eager's; None of what generates nothing, or has no text."""
+    def divergence(self, runner: Runner) -> dict[str, Any]:
+        """A record of where greedy text of the runner leaves eager's; empty without a generation, or without text."""
         if self._model.cache is None or not self._text:
-            return None
-        return divergence(self._model, runner, [case.feeds for case in self._text])
+            return {}
+        return {"divergence": divergence(self._model, runner, [case.feeds for case in self._text])}
 
     def _allowed(self) -> Budget | None:
         return self._caused if self._override is None else self._override
