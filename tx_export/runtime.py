@@ -1235,7 +1235,7 @@ class Model:
         texts before the first of which a continuation ends. What isn't given is as the artifact has it.
         Raises UsageError for an option, TxExportError for a text that can't be continued.
         """
-        return [result for _, result in self._answers(texts, itertools.repeat(self._window()), options)]
+        return [result for _, result in self._continued(texts, itertools.repeat(self._window()), options)]
 
     def stream_text(self, text: str, **options: Any) -> Iterator[str]:
         """The continuation of one text in pieces, each as soon as it is there; options as for `generate`."""
@@ -1318,10 +1318,15 @@ class Model:
     def _answers(
         self, texts: Iterable[Text], windows: Iterator[int], options: Mapping[str, Any]
     ) -> Iterator[tuple[Text, Result]]:
-        if self._cache is None and not options:
-            if self._tokenizer is None:
-                raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
-            return _windowed(texts, windows, self._tokenizer.encode, self._answer)
+        if self.generates or options:
+            return self._continued(texts, windows, options)
+        if self._tokenizer is None:
+            raise TxExportError(f"{self.folder}: has no tokenizer; it takes arrays (Model.run_arrays), not text")
+        return _windowed(texts, windows, self._tokenizer.encode, self._answer)
+
+    def _continued(
+        self, texts: Iterable[Text], windows: Iterator[int], options: Mapping[str, Any]
+    ) -> Iterator[tuple[Text, Result]]:
         writer = self._opened_writer()
         asked = writer.asked(options)
         return _windowed(texts, windows, writer.prompt, lambda rows: writer.write(rows, asked))
