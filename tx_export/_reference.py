@@ -21,7 +21,7 @@ __all__ = ["Reference", "Runner", "eager_runner"]
 Array = NDArray[Any]
 Runner = Callable[[Mapping[str, Array]], dict[str, Array]]
 
-_KEPT_BYTES = 1 << 26  # of eager outputs; what doesn't fit is computed again for each check
+_KEPT_BYTES = 1 << 29  # of eager outputs; what doesn't fit is computed again for each check
 
 
 def eager_runner(model: EagerModel, module: nn.Module | None = None) -> Runner:
