@@ -6,6 +6,8 @@ Bounds are those of fp32 fidelity: 1e-4, or 3e-6 of the largest value (`assert_e
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -277,51 +279,54 @@ def test_attention_weights_of_a_source_without_a_real_position_are_zero() -> Non
         assert_equal(over_source.sum(dim=-1), torch.tensor([1.0, 0.0])[:, None, None].expand(2, 4, 7))
 
 
-_GRAPHS: dict[str, tuple[str, int, Literal["fused", "standard"], str | None]] = {  # source, layers, how it is spelt
-    "seq2seq, fused": ("post", 2, "fused", None),
-    "seq2seq, with the standard Attention": ("pre", 1, "standard", "1.23"),
-    "bart, in plain products": ("bart", 2, "standard", None),
-    "marian, fused, of heads that GroupQueryAttention refuses": ("marian", 1, "fused", None),
-}
+# Of each graph: the source, its layers, how it is spelt, and how many of which attention the halves hold.
+_Spelt = tuple[str, int, Literal["fused", "standard"], str | None, dict[str, int], dict[str, int]]
+_GRAPHS: dict[str, _Spelt] = {
+    "seq2seq, fused": (
+        "post", 2, "fused", None, {"MultiHeadAttention": 2}, {"MultiHeadAttention": 2, "GroupQueryAttention": 2}
+    ),
+    "seq2seq, with the standard Attention": ("pre", 1, "standard", "1.23", {"Attention": 1}, {"Attention": 1}),
+    "bart, in plain products": ("bart", 2, "standard", None, {}, {}),
+    "marian, fused, of heads that GroupQueryAttention refuses": (
+        "marian", 1, "fused", None, {"MultiHeadAttention": 1}, {"MultiHeadAttention": 1}
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass
 class _Graphs:
     model: EagerModel
-    nodes: Mapping[str, list[str]]
-    runs: tuple[runtime_generate.Run, runtime_generate.Run]  # of the encoder and the decoder
+    reference: Any  # of transformers, for a checkpoint
+    sessions: Mapping[str, onnxruntime.InferenceSession]
+    held: Mapping[str, Counter[str]]  # operators of each half
+    expected: Mapping[str, dict[str, int]]
+
+    def run(self, half: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        session = self.sessions[half]
+        taken, given = [[value.name for value in ends] for ends in (session.get_inputs(), session.get_outputs())]
+        return dict(zip(given, session.run(None, {name: feeds[name] for name in taken}), strict=True))
 
 
 @pytest.fixture(scope="module", params=_GRAPHS)
 def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Graphs:
-    source, layers, ops, release = _GRAPHS[request.param]
-    folder = tmp_path_factory.mktemp("checkpoint")
+    source, layers, ops, release, encoder, decoder = _GRAPHS[request.param]
+    folder, reference = tmp_path_factory.mktemp("checkpoint"), None
     if source in ("post", "pre"):
         model = _seq2seq("post" if source == "post" else "pre", layers)
     else:
-        _saved(folder, source, encoder_layers=1, decoder_layers=layers)
+        reference = _saved(folder, source, encoder_layers=1, decoder_layers=layers)
         model = load(str(folder))
-    graph = FoldConstants().call(export(cached_form(model), Target.parse(release, ops))).model
-    parts = halves(graph)
-    return _Graphs(
-        model,
-        {name: [node.op_type for node in part.graph] for name, part in parts.items()},
-        (_session(parts["encoder"]), _session(parts["decoder"])),
-    )
+    parts = halves(FoldConstants().call(export(cached_form(model), Target.parse(release, ops))).model)
+    held = {name: Counter(node.op_type for node in part.graph) for name, part in parts.items()}
+    sessions = {name: _session(part) for name, part in parts.items()}
+    return _Graphs(model, reference, sessions, held, {"encoder": encoder, "decoder": decoder})
 
 
-def _session(graph: ir.Model) -> runtime_generate.Run:
+def _session(graph: ir.Model) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(graph).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    taken, given = [[value.name for value in values] for values in (session.get_inputs(), session.get_outputs())]
-
-    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(given, session.run(None, {name: feeds[name] for name in taken}), strict=True))
-
-    return run
+    file = ir.to_proto(graph).SerializeToString()
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
 def test_the_halves_read_with_a_cache_what_eager_reads_without(graphs: _Graphs) -> None:
@@ -331,19 +336,18 @@ def test_the_halves_read_with_a_cache_what_eager_reads_without(graphs: _Graphs) 
         if batch == 3 and graphs.model.padding == "any":
             given["attention_mask"][2] = 0
         arrays = {name: tensor.numpy() for name, tensor in given.items()}
-        found = runtime_generate.logits_with_cache(graphs.runs, dataclasses.asdict(graphs.model.cache), arrays)
+        runs = functools.partial(graphs.run, "encoder"), functools.partial(graphs.run, "decoder")
+        found = runtime_generate.logits_with_cache(runs, dataclasses.asdict(graphs.model.cache), arrays)
         assert_equal(torch.from_numpy(found["logits"]), _logits(graphs.model.module, given))
 
 
 def test_a_cache_with_room_is_read_and_kept(graphs: _Graphs) -> None:
     """As it is bound when past and present share one buffer of the whole generation's length."""
-    model, (encode, decode) = graphs.model, graphs.runs
-    cache = model.cache
+    cache, given = graphs.model.cache, _drawn(2, 9, 6)
     assert cache is not None
-    given = _drawn(2, 9, 6)
-    expected = _logits(model.module, given).numpy()
+    expected = _logits(graphs.model.module, given)
     arrays = {name: tensor.numpy() for name, tensor in given.items()}
-    cross = encode(arrays)
+    cross = graphs.run("encoder", arrays)
     past = {name: np.full((2, cache.heads, 20, cache.head_dim), 7.0, np.float32) for name in cache.names("past")}
     for start, end in ((0, 4), (4, 5), (5, 6)):
         feeds: dict[str, np.ndarray] = {
@@ -352,21 +356,51 @@ def test_a_cache_with_room_is_read_and_kept(graphs: _Graphs) -> None:
             "decoder_attention_mask": np.ones((2, end), np.int64),
             "logits_at": np.arange(end - start),
         }
-        found = decode(feeds | cross | past)
-        assert_equal(torch.from_numpy(found["logits"]), torch.from_numpy(expected[:, start:end]))
+        found = graphs.run("decoder", feeds | cross | past)
+        assert_equal(torch.from_numpy(found["logits"]), expected[:, start:end])
         past = {name: found[name.replace("past", "present")] for name in past}
         assert {array.shape[2] for array in past.values()} == {20}
 
 
-def test_the_halves_are_made_of_the_fused_operators(graphs: _Graphs) -> None:
-    """And neither reads a size where the operators can be fused: what is bound is larger than what is in it."""
-    if graphs.model.family != "seq2seq" or "MultiHeadAttention" not in graphs.nodes["decoder"]:
-        assert "GroupQueryAttention" not in graphs.nodes["decoder"]
-        return
-    assert graphs.nodes["encoder"].count("MultiHeadAttention") == 2
-    assert graphs.nodes["decoder"].count("GroupQueryAttention") == 2
-    assert graphs.nodes["decoder"].count("MultiHeadAttention") == 2
-    assert "Shape" not in graphs.nodes["encoder"] + graphs.nodes["decoder"]
+def test_the_halves_are_made_of_these_attentions(graphs: _Graphs) -> None:
+    """And read no size where all are fused: what is bound may be larger than what is in it."""
+    for half, expected in graphs.expected.items():
+        assert {name: count for name, count in graphs.held[half].items() if "Attention" in name} == expected
+        fused = "GroupQueryAttention" in expected
+        assert not (fused and graphs.held[half]["Shape"])
+
+
+def test_generated_ids_are_those_of_transformers_and_of_eager(graphs: _Graphs) -> None:
+    """Greedy for all; four beams where transformers has the model."""
+    model, given = graphs.model, _drawn(3, 9, 1)
+    assert model.cache is not None and model.generation is not None
+    asked = {**dataclasses.asdict(model.generation), "cache": dataclasses.asdict(model.cache)}
+    generator = runtime_generate.Generator(graphs.sessions, asked)
+    sources = [ids[mask != 0].tolist() for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True)]
+    for beams in (1,) if graphs.reference is None else (1, 4):
+        found = generator.generate(sources, runtime_generate.Options(max_new_tokens=12, beams=beams))
+        expected = _greedy(model, given) if graphs.reference is None else _continued(graphs.reference, given, beams)
+        assert found == [_until(row, model.generation.eos) for row in expected]
+
+
+def _greedy(model: EagerModel, given: Mapping[str, Tensor]) -> list[list[int]]:
+    assert model.generation is not None and model.generation.start is not None
+    ids = torch.full((len(given["input_ids"]), 1), model.generation.start)
+    for _ in range(12):
+        chosen = _logits(model.module, {**given, "decoder_input_ids": ids})[:, -1:].argmax(dim=-1)
+        ids = torch.cat((ids, chosen), dim=1)
+    found: list[list[int]] = ids[:, 1:].tolist()
+    return found
+
+
+def _continued(reference: Any, given: Mapping[str, Tensor], beams: int) -> list[list[int]]:
+    source = {name: given[name] for name in ("input_ids", "attention_mask")}
+    found: list[list[int]] = reference.generate(**source, max_new_tokens=12, num_beams=beams)[:, 1:].tolist()
+    return found
+
+
+def _until(ids: list[int], ends: tuple[int, ...]) -> list[int]:
+    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 # What facebook/bart-large-cnn and Helsinki-NLP/opus-mt-en-de hold beside the sizes.
