@@ -1086,7 +1086,7 @@ class _Writer:
 
     def _stream(self, row: _Row, asked: _Asked) -> Any:
         """Decoded behind the prompt's last token, or a space between them might be lost."""
-        last = [] if self._source_length is not None or row.ids[-1:] == [] else [row.ids[-1]]
+        last = list(row.ids[-1:]) if self._source_length is None else []
         before = [] if self._special.issuperset(last) else last
         start = len(self._decode(before))
         return _import_generate().TextStream(lambda ids: self._decode(before + ids)[start:], asked.stops)
