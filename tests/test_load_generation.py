@@ -14,11 +14,15 @@ import transformers
 from tokenizers import Tokenizer
 
 from tests.models.checkpoints import save_tokenizer
+from tx_export import runtime
 from tx_export._load_generation import read_generation
 from tx_export._load_marian_text import marian_tokenizer
+from tx_export._load_text import ending_open
+from tx_export.compiler import BuildOptions, build
 from tx_export.errors import LoadError
 from tx_export.load import load
-from tx_export.spec import GenerationSpec
+from tx_export.spec import GenerationSpec, TextSpec
+from tx_export.testing import tiny_tokenizer
 
 _VOCABULARY = 50
 
@@ -149,6 +153,22 @@ def test_a_prompt_ends_where_its_text_ends(llama: Path) -> None:
         assert ours.encode(text).tokens[0] == "[CLS]"
 
 
+@pytest.mark.parametrize(
+    ("config", "begin"),
+    [
+        ({"add_bos_token": True, "bos_token": "[MASK]"}, ["[MASK]"]),
+        ({"add_bos_token": True, "bos_token": {"content": "[CLS]"}}, ["[CLS]"]),
+        ({"add_bos_token": False, "bos_token": "[MASK]"}, []),
+        ({"add_eos_token": True, "bos_token": "[MASK]"}, []),
+    ],
+)
+def test_tokenizer_config_says_with_what_a_prompt_begins(config: dict[str, Any], begin: list[str]) -> None:
+    text = ending_open(TextSpec(tiny_tokenizer(), 32), config)
+    assert Tokenizer.from_str(text.tokenizer).encode("ab").tokens == [*begin, "ab"]
+    with pytest.raises(LoadError, match=r"bos_token is '<s>', which tokenizer\.json does not have"):
+        ending_open(TextSpec(tiny_tokenizer(), 32), {"add_bos_token": True, "bos_token": "<s>"})
+
+
 def test_a_limit_by_hand_bounds_prompt_and_continuation_together(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(str(llama), max_length=20)
     assert model.cache is not None and model.text is not None
@@ -165,6 +185,20 @@ def test_the_built_in_language_model_says_with_what_it_ends() -> None:
     tokenizer = Tokenizer.from_str(model.text.tokenizer)
     assert tokenizer.encode("a film").ids[0] == model.generation.bos
     assert tokenizer.encode("a film").ids[-1] not in model.generation.eos
+
+
+def test_the_text_of_an_artifact_is_that_of_transformers(llama: Path, tmp_path: Path) -> None:
+    folder = build(BuildOptions(source=str(llama), output=tmp_path / "built", quantize="none"))
+    told = json.loads((folder / "manifest.json").read_text())["generation"]
+    assert (told["eos"], told["bos"], told["cache"]["max_length"], told["chat"]) == ([3], 2, 48, None)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(llama / "tokenizer.json"))
+    texts = ["some words", "a", "b c d e f g"]
+    for text, result in zip(texts, runtime.Model(folder).generate(texts, max_new_tokens=12), strict=True):
+        prompt = torch.tensor([tokenizer.encode(text).ids[:-1]])
+        ids = model.generate(prompt, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))[0]
+        whole, begun = (tokenizer.decode(part.tolist()) for part in (ids[prompt.shape[1] - 1 :], prompt[0, -1:]))
+        assert result["text"] == whole.removeprefix(begun)
 
 
 # ---- Marian's tokenizer: pieces with known log probabilities

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tx_export import _chat_render
-from tx_export._load_weights import read_json
+from tx_export._load_text import read_optional, special_tokens
 from tx_export.errors import LoadError
 
 __all__ = ["read_chat"]
@@ -43,8 +43,7 @@ def read_chat(folder: Path) -> dict[str, str] | None:
 def _read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """chat_template.jinja, else that of tokenizer_config.json, or the one that is named default there; and the special
     tokens by their names."""
-    file = folder / "tokenizer_config.json"
-    config = read_json(file) if file.is_file() else {}
+    config = read_optional(folder / "tokenizer_config.json")
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
@@ -57,9 +56,7 @@ def _read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
         raise _UnusableError(f"it is a {type(template).__name__}, not a text")
     if len(template or "") > _MOST_CHARACTERS:
         raise _UnusableError(f"it has more than {_MOST_CHARACTERS} characters")
-    tokens = {key: value["content"] if isinstance(value, dict) and "content" in value else value
-              for key, value in config.items() if key.endswith("_token")}  # fmt: skip
-    return template, {key: value for key, value in tokens.items() if isinstance(value, str)}
+    return template, special_tokens(config)
 
 
 def _conversations() -> list[list[dict[str, str]]]:

@@ -15,14 +15,22 @@ from tx_export._chat import read_chat
 from tx_export._load_fit import build_seeded, fill, matched
 from tx_export._load_generation import read_generation
 from tx_export._load_scores import is_cross_encoder, read_scores
-from tx_export._load_text import bounded, bounded_cache, ending_open, read_text, table_of, vocabulary
+from tx_export._load_text import (
+    bounded,
+    bounded_cache,
+    ending_open,
+    read_optional,
+    read_text,
+    table_of,
+    vocabulary,
+)
 from tx_export._load_weights import Weights, find_files, read_json, read_weights
 from tx_export.errors import LoadError
 from tx_export.spec import CacheSpec, CheckpointSpec, EagerModel, GenerationSpec, TextSpec
 
 __all__ = ["load_folder"]
 
-_POOLING = {"mean": "mean", "cls": "cls", "max": "max"}
+_POOLING = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
 _LEGACY_POOLING = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -66,7 +74,7 @@ def load_folder(
         weights=origin,
         text=text,
         # To a decoder alone what is behind a position is nothing, and what is before it counts by its distance.
-        padding="right" if cache is None or cache.cross else "any",
+        padding=spec.padding,
         cache=cache,
         generation=generation,
         pad_id=fields["pad_token_id"] if spec.counts_real_ids else None,
@@ -82,7 +90,8 @@ def _read_generation(
     generation = read_generation(folder, config, vocabulary(spec.inputs()), cache.cross)
     if text is None or cache.cross:
         return text, generation
-    return ending_open(text), dataclasses.replace(generation, chat=read_chat(folder))
+    text = ending_open(text, read_optional(folder / "tokenizer_config.json"))
+    return text, dataclasses.replace(generation, chat=read_chat(folder))
 
 
 def _build(spec: CheckpointSpec, folder: Path, weights: Path | int | None) -> tuple[torch.nn.Module, str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers, processors
@@ -23,8 +24,10 @@ __all__ = [
     "bounded_cache",
     "check_tokenizer",
     "ending_open",
+    "read_optional",
     "read_text",
     "read_utf8",
+    "special_tokens",
     "table_of",
     "vocabulary",
 ]
@@ -81,17 +84,31 @@ def check_tokenizer(text: str, vocab_size: int | None, place: object) -> Tokeniz
     return tokenizer
 
 
-def ending_open(text: TextSpec) -> TextSpec:
-    """Special tokens that a tokenizer puts behind a text are left out, so that the text can go on."""
+def ending_open(text: TextSpec, config: Mapping[str, Any] = MappingProxyType({})) -> TextSpec:
+    """Special tokens that a tokenizer puts behind a text are left out, so that the text can go on.
+
+    `config` is tokenizer_config.json; what it says of the token before a text comes first, as in transformers.
+    """
     tokenizer = Tokenizer.from_str(text.tokenizer)
-    special = tokenizer.encode("a").special_tokens_mask
-    before, behind = (len(list(takewhile(bool, mask))) for mask in (special, reversed(special)))
-    if behind in (0, len(special)):
+    found = tokenizer.encode("a")
+    begun, ended = (sum(takewhile(bool, mask)) for mask in (found.special_tokens_mask, found.special_tokens_mask[::-1]))
+    names = found.tokens[:begun]
+    if not {"add_bos_token", "add_eos_token"}.isdisjoint(config):
+        names = [special_tokens(config)["bos_token"]] if config.get("add_bos_token") and config.get("bos_token") else []
+    if begun == len(found) or (not ended and names == found.tokens[:begun]):
         return text
-    names = tokenizer.encode("a").tokens[:before]
-    known = [(name, tokenizer.token_to_id(name)) for name in sorted(set(names))]
-    tokenizer.post_processor = processors.TemplateProcessing(single=[*names, "$A"], special_tokens=known)
+    ids = [(name, tokenizer.token_to_id(name)) for name in sorted(set(names))]
+    if unknown := [name for name, index in ids if index is None]:
+        raise LoadError(f"tokenizer_config.json: bos_token is {unknown[0]!r}, which tokenizer.json does not have")
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*names, "$A"], special_tokens=ids)
     return replace(text, tokenizer=tokenizer.to_str())
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and so on in tokenizer_config.json."""
+    named = {key: value for key, value in config.items() if key.endswith("_token") and not key.startswith("add_")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: str(text) for key, text in texts.items() if text is not None}
 
 
 def read_utf8(file: Path) -> str:
@@ -113,7 +130,7 @@ def read_text(
         _log.warning("%s has no tokenizer.json: the artifact takes arrays only", folder)
         return None
     tokenizer = check_tokenizer(text, vocabulary(inputs), file)
-    if _optional(folder / "sentence_bert_config.json").get("do_lower_case"):
+    if read_optional(folder / "sentence_bert_config.json").get("do_lower_case"):
         text = _lowercased(tokenizer, text)
     return TextSpec(
         tokenizer=text,
@@ -143,7 +160,7 @@ def _text_length(folder: Path, table: int | None, max_length: int | None) -> int
 
 
 def _limit(file: Path, key: str) -> float | None:
-    value = _optional(file).get(key)
+    value = read_optional(file).get(key)
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value < 1:
@@ -151,7 +168,8 @@ def _limit(file: Path, key: str) -> float | None:
     return value
 
 
-def _optional(file: Path) -> dict[str, Any]:
+def read_optional(file: Path) -> dict[str, Any]:
+    """An object from a JSON file; empty if it isn't there."""
     return read_json(file) if file.is_file() else {}
 
 

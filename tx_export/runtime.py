@@ -1144,7 +1144,7 @@ class _Conversation:
 
     def say(self, text: str) -> Iterator[str]:
         """The answer, as it comes."""
-        question, answer = text.strip(), list[int]()
+        question, answer = _repaired(0, text, self._writer.notices).strip(), list[int]()
         row = self._writer.row(0, self._prompt(question))
         yield from self._writer.stream(row, self._asked, answer)
         self._turns.append((question, answer))
@@ -1815,10 +1815,11 @@ def _print_pieces(pieces: Iterable[str], out: TextIO) -> None:
 
 
 def _typed_lines() -> Iterator[str]:
-    sign = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    """Lines of a terminal or a pipe, up to an empty one."""
+    sign = "> " if sys.stdout.isatty() else ""
+    lines = iter(functools.partial(input, sign), "") if sys.stdin.isatty() else _read_lines("-")
     with contextlib.suppress(EOFError):
-        while text := input(sign).strip():
-            yield text
+        yield from itertools.takewhile(str.strip, lines)
 
 
 def _json_line(text: Text, result: Result) -> str:

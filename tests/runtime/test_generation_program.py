@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -291,7 +293,7 @@ def test_nobody_who_reads_on_is_no_error(folder: Path) -> None:
 
 
 def _typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape"))))
 
 
 @pytest.fixture
@@ -356,6 +358,27 @@ def test_a_line_that_is_too_long_is_told_and_the_next_one_answered(
     out, err = capsys.readouterr()
     assert out == "hello there you\n"
     assert err.startswith("error: text 0: has 44 tokens; the limit, continuation included, is 24")
+
+
+def test_a_terminal_shows_where_a_line_is_awaited(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, b"one\n\n")
+    command = [sys.executable, str(folder / "run.py"), "--interactive"]
+    assert subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, timeout=120).returncode == 0
+    shown = os.read(ours, 4096).decode()
+    assert shown.count("> ") == 2
+    assert "> hello there you\r\n> " in shown
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_line_that_is_no_text_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    _typed(monkeypatch, "one\n\udcff\n")
+    assert main(["--interactive"], folder) == 1
+    assert capsys.readouterr() == (
+        "hello there you\n",
+        "error: standard input, line 2: not UTF-8 (invalid start byte)\n",
+    )
 
 
 def test_without_a_chat_template_each_line_is_continued_on_its_own(
