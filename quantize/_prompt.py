@@ -36,7 +36,8 @@ def _joined(model: ir.Model) -> ir.Model:
     for value in crossing:
         value.replace_all_uses_with(encoded[str(value.name).replace("cross.", "encoded.", 1)])
         graph.inputs.remove(value)
-    if crossing:
+    if crossing:  # with what the encoder gives among its outputs it would be taken for a pair
+        graph.outputs[:] = [value for value in graph.outputs if not str(value.name).startswith("encoded.")]
         graph.sort()
     return copy
 
