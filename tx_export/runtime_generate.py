@@ -116,7 +116,8 @@ class Rules:
     def likely(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that may be drawn, and the probability of each, for a temperature above 0."""
         options = self.options
-        scores = (scores - scores.max()) / options.temperature
+        with np.errstate(over="ignore"):  # far below the largest is minus infinity
+            scores = (scores - scores.max()) / options.temperature
         floor = _UNLIKELY
         if 0 < options.top_k < len(scores):
             floor = max(floor, np.partition(scores, -options.top_k)[-options.top_k])
