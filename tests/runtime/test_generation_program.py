@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tx_export import _commands_run, cli, runtime
@@ -322,6 +323,20 @@ def test_answers_have_all_that_was_said_in_mind(
     assert capsys.readouterr() == ("hello there you\n" * 2, "")
     first = "<s> <user> one two <end> <bot>"
     assert prompts == [_ids(first), _ids(f"{first} hello there you <end> <user> hello <end> <bot>")]
+
+
+def test_of_a_longer_conversation_only_what_is_new_is_read(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, sizes = runtime._import_generate()._Batch, list[int]()
+    read = batch.read
+
+    def watched(self: Any, ids: np.ndarray) -> np.ndarray:
+        sizes.append(ids.shape[1])
+        return np.asarray(read(self, ids))
+
+    monkeypatch.setattr(batch, "read", watched)
+    say = model.converse(max_new_tokens=5)
+    assert ["".join(say("one")), "".join(say("two"))] == ["hello there you"] * 2
+    assert sizes == [5, 1, 1, 1, 5, 1, 1, 1]  # all of a prompt of 5, then single tokens; again 5, of 13
 
 
 def test_json_of_a_conversation_is_an_object_for_each_answer(
