@@ -11,11 +11,10 @@ __all__ = ["train_shipped"]
 
 _LOOP = LoopOptions(
     batch_size=128,
-    epochs=40,
+    epochs=12,
     warmup=400,
     rate_factor=0.4,  # 1.8e-3 at its highest
     average=0.999,
-    patience=10,
     checkpoint_every=250,
 )
 
