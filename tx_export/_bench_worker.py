@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tx_export._bench_prompt import read_prompt, reading_module, with_empty_cache
+
 if TYPE_CHECKING:
     from tx_export.spec import EagerModel
 
@@ -95,11 +97,36 @@ def load_artifact(what: Mapping[str, Any]) -> Ready:
     run = module_from_spec(spec)
     sys.modules["run"] = run
     spec.loader.exec_module(run)
+    manifest = run.read_manifest(Path(what["artifact"]))
+    if manifest.get("generation") is not None:
+        return _reader(run, manifest, what)
     model = run.Model(what["artifact"], provider=what["provider"], threads=what["threads"])
 
     def prepare(batch: int, tokens: int) -> Callable[[], object]:
         feeds = read_feeds(what["feeds"], batch, tokens)
         return lambda: model.run_arrays(feeds)
+
+    return Ready(what["provider"], prepare)
+
+
+def _reader(run: Any, manifest: Mapping[str, Any], what: Mapping[str, Any]) -> Ready:
+    """Of an artifact that generates: it reads a prompt."""
+    names = ("encoder", "decoder") if manifest["generation"]["cache"].get("cross") else ("model",)
+    settings = manifest["session"][what["provider"]]
+    sessions = [
+        run.open_session(
+            Path(what["artifact"]) / f"{name}.onnx",
+            manifest["min_onnxruntime"],
+            what["provider"],
+            settings,
+            what["threads"],
+        )
+        for name in names
+    ]
+
+    def prepare(batch: int, tokens: int) -> Callable[[], object]:
+        given = with_empty_cache(sessions, read_feeds(what["feeds"], batch, tokens))
+        return lambda: read_prompt(sessions, given)
 
     return Ready(what["provider"], prepare)
 
@@ -110,8 +137,8 @@ def _load_eager(what: Mapping[str, Any]) -> Ready:
     model = _eager_model(what)
 
     def prepare(batch: int, tokens: int) -> Callable[[], object]:
-        inputs = _tensors(model, what["feeds"], batch, tokens)
-        return torch.inference_mode()(lambda: model.module(*inputs))
+        module, inputs = reading_module(model, read_feeds(what["feeds"], batch, tokens))
+        return torch.inference_mode()(lambda: module(*inputs))
 
     return Ready("torch", prepare)
 
@@ -122,9 +149,9 @@ def _load_compile(what: Mapping[str, Any]) -> Ready:
     model = _eager_model(what)
 
     def prepare(batch: int, tokens: int) -> Callable[[], object]:
-        inputs = _tensors(model, what["feeds"], batch, tokens)
+        module, inputs = reading_module(model, read_feeds(what["feeds"], batch, tokens))
         torch.compiler.reset()  # else the ninth shape is over dynamo's limit and runs in eager, without a word
-        compiled = torch.compile(model.module, dynamic=False)
+        compiled: Callable[..., object] = torch.compile(module, dynamic=False)
         return torch.inference_mode()(lambda: compiled(*inputs))
 
     return Ready("torch.compile", prepare)
@@ -139,13 +166,6 @@ def _eager_model(what: Mapping[str, Any]) -> EagerModel:
     torch.set_num_threads(what["threads"])
     torch.set_num_interop_threads(1)
     return source_of(read_manifest(Path(what["artifact"])), what["source"])
-
-
-def _tensors(model: EagerModel, folder: str, batch: int, tokens: int) -> list[Any]:
-    import torch
-
-    feeds = read_feeds(folder, batch, tokens)
-    return [torch.from_numpy(feeds[tensor.name]) for tensor in model.inputs]
 
 
 if __name__ == "__main__":

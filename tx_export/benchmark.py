@@ -42,6 +42,8 @@ def bench(
     shapes = list(within_bounds(inputs, batch, tokens, progress))
     if not shapes:
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
+    if manifest.get("generation") is not None:
+        progress("timed is a prompt of so many tokens, read from an empty cache up to the logits of its last one")
     if against:
         _check_source(manifest, source)
         against = _possible(against, source or manifest["source"], progress)

@@ -58,7 +58,7 @@ def _model(name: str) -> EagerModel:
     plain = eager_model(spec.build(), spec.inputs(), spec.outputs(), task=spec.task)
     with torch.no_grad():
         for parameter in plain.module.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)  # no bias is zero, no norm a plain one
+            parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm a plain one
     return dataclasses.replace(plain, cache=spec.cache(), generation=spec.generation())
 
 
