@@ -302,9 +302,10 @@ def test_run_hands_over_its_arguments(call: Call, monkeypatch: pytest.MonkeyPatc
         print("answer")
 
     monkeypatch.setattr(runtime, "run", run)
-    outcome = call("run", str(tmp_path), "a text", "--pair", "b", "--threads", "1", "--json", "--", "--debug")
-    assert outcome == Outcome(0, "answer\n", "")
+    options = ("--pair", "b", "--threads", "1", "--json", "--top-k", "3", "--stop", "x", "--stop", "y")
+    assert call("run", str(tmp_path), "a text", *options, "--", "--debug") == Outcome(0, "answer\n", "")
     given = {"pairs": ("b",), "source": None, "column": None, "provider": None, "threads": 1, "as_json": True}
+    given |= {"options": {"top_k": 3, "stop": ["x", "y"]}}
     assert seen == [(tmp_path, ("a text", "--debug"), given)]
 
 
