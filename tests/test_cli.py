@@ -304,8 +304,8 @@ def test_run_hands_over_its_arguments(call: Call, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "run", run)
     options = ("--pair", "b", "--threads", "1", "--json", "--top-k", "3", "--stop", "x", "--stop", "y")
     assert call("run", str(tmp_path), "a text", *options, "--", "--debug") == Outcome(0, "answer\n", "")
-    given = {"pairs": ("b",), "source": None, "column": None, "provider": None, "threads": 1, "as_json": True}
-    given |= {"options": {"top_k": 3, "stop": ["x", "y"]}}
+    given: dict[str, Any] = {"pairs": ("b",), "source": None, "column": None, "provider": None, "threads": 1}
+    given |= {"as_json": True, "options": {"top_k": 3, "stop": ["x", "y"]}}
     assert seen == [(tmp_path, ("a text", "--debug"), given)]
 
 
