@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -354,6 +355,7 @@ class Generator:
         self._graph = _Graph(sessions["model" if self._encoder is None else "decoder"], run_options, shared)
         self._generation = generation
         self._kept: _Cache | None = None
+        self._taking = threading.Lock()
 
     def generate(
         self,
@@ -499,7 +501,8 @@ class Generator:
 
     def _cache(self, rows: Sequence[Sequence[int]], length: int, beams: int) -> tuple[_Cache, int]:
         """A cache, and how many of its positions are read: a single prompt may go on where the last one ended."""
-        kept, self._kept = self._kept, None
+        with self._taking:
+            kept, self._kept = self._kept, None
         held = () if kept is None else kept.held
         goes_on = 0 < len(held) < len(rows[0]) and held == tuple(rows[0][: len(held)])
         if kept is not None and goes_on and len(rows) == beams == 1:
