@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from tx_export import plugins
 from tx_export.errors import PassError, PluginError
 from tx_export.models.parts.biases import RelativeBias
+from tx_export.models.parts.causal import CausalSelfAttention
+from tx_export.models.parts.decoder import GluFeedForward
 from tx_export.models.parts.positions import SinusoidalPositions
+from tx_export.models.parts.turned import TurnedLinear
 from tx_export.passes import Pipeline
 from tx_export.quantize.dynamic_int8 import DynamicInt8
 
 __all__ = ["fake_quantized", "read_arithmetic", "rounded_activation", "rounded_rows"]
 
+_NOT_MODULES = (nn.MultiheadAttention, CausalSelfAttention, GluFeedForward, TurnedLinear)
 _MODELLED = ("per_channel", "embeddings", "min_elements")
 _TINY = torch.finfo(torch.float32).tiny  # below it a scale has no reciprocal
 
@@ -42,12 +46,14 @@ def read_arithmetic(text: str) -> DynamicInt8:
 def fake_quantized(module: nn.Module, arithmetic: DynamicInt8) -> nn.Module:
     """A copy with the same parameters by the same names, whose products and lookups round as the pass does.
 
-    PassError for nn.MultiheadAttention, whose products are no modules.
+    PassError for layers whose products are no modules.
     """
     copied = copy.deepcopy(module)
     for name, layer in copied.named_modules():
-        if isinstance(layer, nn.MultiheadAttention):
-            raise PassError(f"{name} is an nn.MultiheadAttention, whose products can't be rounded one by one")
+        if isinstance(layer, _NOT_MODULES):
+            raise PassError(
+                f"{name} is of the class {type(layer).__name__}, whose products can't be rounded one by one"
+            )
     if arithmetic.embeddings:
         for lookup, elements in list(_lookups(copied)):
             if elements >= arithmetic.min_elements:

@@ -15,15 +15,18 @@ import transformers
 
 from tx_export import plugins
 from tx_export._cached_form import cached_form
+from tx_export._fake_quantize import fake_quantized
 from tx_export._judged_passes import context_of
 from tx_export.errors import PassError
 from tx_export.export import Target, export
 from tx_export.load import load
 from tx_export.metrics import Budget
+from tx_export.models.lm import Lm
 from tx_export.models.seq2seq import Seq2seq
 from tx_export.passes import Context, Coverage, Pipeline
 from tx_export.quantize._calibration import observe
 from tx_export.quantize._prompt import open_prompt
+from tx_export.quantize.dynamic_int8 import DynamicInt8
 from tx_export.spec import EagerModel
 from tx_export.testing import eager_model, tiny_tokenizer
 from tx_export.verify import default_lines, grid
@@ -175,3 +178,9 @@ def test_an_encoder_decoder_read_through_its_cache_keeps_the_budget_of_each_pass
     limit = Budget.parse(plugins.find("pass", name).parse("bits=8" if name == "blockwise" else "").budget).sqnr_db
     assert limit is not None
     assert limit <= _drift(graph, translator)["sqnr_db"] < 80
+
+
+def test_training_for_8_bits_is_refused_where_the_graph_joins_products_of_a_layer() -> None:
+    module = Lm(vocab_size=99, d_model=16, num_layers=1, num_heads=2, d_ff=16).build()
+    with pytest.raises(PassError, match=r"^layers\.0\.attention is of the class CausalSelfAttention, whose products"):
+        fake_quantized(module, DynamicInt8())
