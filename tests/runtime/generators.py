@@ -118,16 +118,15 @@ def prompts(count: int, least: int, most: int, seed: int = 0) -> list[list[int]]
     return [random.integers(8, VOCABULARY, size).tolist() for size in random.integers(least, most + 1, count)]
 
 
-def continued(theirs: Any, prompt: Sequence[int], new: int, **options: Any) -> list[int]:
-    """The reference: what transformers' own generate puts behind a prompt, or gives for a source, without its end."""
-    ids = torch.tensor([prompt])
-    found = theirs.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        pad_token_id=theirs.generation_config.pad_token_id or 0,
-        **options,
-    )
-    tokens: list[int] = found[0, 1 if theirs.config.is_encoder_decoder else len(prompt) :].tolist()
-    return tokens[: tokens.index(END)] if END in tokens else tokens
+def continued(theirs: Any, rows: Sequence[Sequence[int]], new: int, **options: Any) -> list[list[int]]:
+    """The reference: what transformers' own generate puts behind prompts, or gives for sources, without the end."""
+    is_decoder = not theirs.config.is_encoder_decoder
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for place, row in enumerate(rows):
+        real = slice(ids.shape[1] - len(row), None) if is_decoder else slice(len(row))
+        ids[place, real], mask[place, real] = torch.tensor(row), 1
+    pad = theirs.generation_config.pad_token_id or 0
+    found = theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad, **options)
+    tokens: list[list[int]] = found[:, ids.shape[1] if is_decoder else 1 :].tolist()
+    return [row[: row.index(END)] if END in row else row for row in tokens]

@@ -22,12 +22,9 @@ _TEN = Options(max_new_tokens=10)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_greedy_tokens_are_those_of_transformers_over_64_steps_on_20_prompts(family: str) -> None:
     model = tiny(family)
-    generator, apart = model.generator(), []
-    for prompt in prompts(20, 1, 40):
-        found, expected = (
-            generator.generate([prompt], Options(max_new_tokens=64))[0],
-            continued(model.theirs, prompt, 64),
-        )
+    generator, rows, apart = model.generator(), prompts(20, 1, 40), []
+    for prompt, expected in zip(rows, continued(model.theirs, rows, 64), strict=True):
+        (found,) = generator.generate([prompt], Options(max_new_tokens=64))
         apart += [_margin(model, prompt, found, expected)] if found != expected else []
     assert not apart, f"tokens differ by a margin in the logits of {apart}"
 
@@ -49,7 +46,7 @@ def test_rows_of_a_ragged_batch_are_continued_as_each_alone(family: str, ops: An
     options = Options(max_new_tokens=30)
     together = generator.generate(rows, options)
     assert together == [generator.generate([row], options)[0] for row in rows]
-    assert len({len(row) for row in together}) > 2
+    assert len({len(row) for row in together}) > 1
 
 
 def test_a_graph_that_keeps_no_room_in_its_cache_gives_the_same_tokens() -> None:
