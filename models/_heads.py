@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tx_export.models.parts.masks import first_real, mean_real, pool
+from tx_export.models.parts.masks import first_real, last_real, mean_real, pool
 
 __all__ = ["HiddenHead", "Pooling", "SentenceHead", "TextHead", "TokenHead", "WordHead"]
 
-Pooling = Literal["mean", "cls", "max"]
+Pooling = Literal["mean", "cls", "last", "max"]
 
 
 class HiddenHead(nn.Module):
@@ -79,7 +79,7 @@ class WordHead(nn.Module):
 
 
 class SentenceHead(nn.Module):
-    """An embedding [B, D] pooled over real tokens (cls: the first of them); zeros for a row without one."""
+    """An embedding [B, D] pooled over real tokens (cls: the first of them, last: the last); zeros without any."""
 
     def __init__(self, pooling: Pooling, normalize: bool) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class SentenceHead(nn.Module):
         if self.pooling == "max":
             pooled = _max_real(x, attention_mask)
         else:
-            pooled = pool(x, (mean_real if self.pooling == "mean" else first_real)(attention_mask, x.dtype))
+            weights = {"mean": mean_real, "cls": first_real, "last": last_real}[self.pooling]
+            pooled = pool(x, weights(attention_mask, x.dtype))
         # The arithmetic of functional.normalize, without its expanded norm, which costs three operators in the graph.
         return pooled / pooled.norm(dim=-1, keepdim=True).clamp_min(1e-12) if self.normalize else pooled
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import nn
 
 from tx_export.errors import LoadError
 from tx_export.models._checkpoint import read_fields, read_task, renamed_module
+from tx_export.models._heads import HiddenHead, Pooling, SentenceHead
+from tx_export.models._pooled_decoder import LastTokenHead, PooledDecoder
 from tx_export.models._rope import ROPE_KEYS, read_rope, rope_scale
+from tx_export.models._tasks import output_of, read_head
 from tx_export.models.parts.causal import CausalSelfAttention
 from tx_export.models.parts.decoder import Decoder, DecoderLayer, GluFeedForward, swish
 from tx_export.models.parts.norms import RMSNorm
@@ -19,6 +22,7 @@ from tx_export.spec import CacheSpec, CheckpointSpec, Dim, TensorSpec
 
 __all__ = ["NAMES", "LlamaSpec", "read_layered_windows", "read_window"]
 
+Head = Literal["text-generation", "text-classification", "sentence-embedding", "feature-extraction"]
 NAMES: Mapping[str, str] = {
     "model.embed_tokens": "words",
     "model.layers.N.input_layernorm": "layers.N.attention_norm",
@@ -32,9 +36,12 @@ NAMES: Mapping[str, str] = {
     "model.layers.N.mlp.down_proj": "layers.N.feed_forward.down",
     "model.norm": "norm",
     "lm_head": "head",
+    "score": "head.classifier",
 }
+_TASKS: tuple[Head, ...] = ("text-generation", "text-classification", "sentence-embedding", "feature-extraction")
 
 _FIXED = {"pretraining_tp": 1}
+_READ_HERE = ("rope_theta", "rope_type", "rope_numbers", "windows", "head", "labels", "pooling", "normalize")
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,16 @@ class LlamaSpec(CheckpointSpec):
     rope_type: str = "default"
     rope_numbers: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()  # of each layer, in tokens; 0: it sees all
+    head: Head = "text-generation"
+    labels: tuple[str, ...] = ()
+    pooling: Pooling = "last"
+    normalize: bool = False
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
     own_keys: ClassVar[tuple[str, ...]] = ()  # of config.json, that read_windows reads
     names = NAMES
-    unused = (r".*\.rotary_emb\.inv_freq",)
+    padding = "any"  # what comes behind a position changes nothing there, and before it counts by its distance
+    unused = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
@@ -93,9 +105,16 @@ class LlamaSpec(CheckpointSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], task: str | None, pooling: tuple[str, ...]) -> Self:
         """See CheckpointSpec; the keys of transformers 5 and those of older checkpoints are read."""
-        read_task(config, task, {cls.architecture: "text-generation"}, ("text-generation",))
+        named = cls.architecture.removesuffix("ForCausalLM")
+        known: Mapping[str, Head] = {
+            cls.architecture: "text-generation",
+            f"{named}ForSequenceClassification": "text-classification",
+            f"{named}Model": "feature-extraction",
+        }
+        head = read_task(config, task or ("sentence-embedding" if pooling else None), known, _TASKS)
         rest = {key: value for key, value in config.items() if key not in (*ROPE_KEYS, *cls.own_keys)}
-        fields = read_fields(cls, rest, ("rope_theta", "rope_type", "rope_numbers", "windows"), _FIXED)
+        fields = read_fields(cls, rest, _READ_HERE, _FIXED)
+        fields |= {"head": head} if head == "text-generation" else read_head(config, head, pooling, {})
         layers = fields.get("num_hidden_layers", cls.num_hidden_layers)
         return cls(**fields, **read_rope(config, cls.rope_theta), windows=cls.read_windows(config, layers))
 
@@ -115,22 +134,32 @@ class LlamaSpec(CheckpointSpec):
 
     @property
     def task(self) -> str:
-        return "text-generation"
+        return self.head
 
     def renamed(self, name: str) -> str:
-        """The name in our module of a tensor's name in the checkpoint."""
-        return renamed_module(name, self.names)
+        """The name in our module of a tensor's name in the checkpoint; one of hidden states alone has no `model.`."""
+        return renamed_module(
+            name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}", self.names
+        )
 
     def build(self) -> nn.Module:
         """The plain form."""
         words = nn.Embedding(self.vocab_size, self.hidden_size)
-        head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
-        if self.tie_word_embeddings:
-            head.weight = words.weight
         rotary = RotaryPositions(self.max_position_embeddings, self.width, self.rope_theta)
         rotary.scale(rope_scale(self.rope_type, self.rope_numbers, rotary.frequencies))
         windows = self.windows or (0,) * self.num_hidden_layers
-        return Decoder(words, rotary, [self.layer(window or None) for window in windows], self.norm(), head)
+        layers = [self.layer(window or None) for window in windows]
+        if self.head != "text-generation":
+            return PooledDecoder(words, rotary, layers, self.norm(), self._pooled_head())
+        head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+        if self.tie_word_embeddings:
+            head.weight = words.weight
+        return Decoder(words, rotary, layers, self.norm(), head)
+
+    def _pooled_head(self) -> nn.Module:
+        if self.head == "text-classification":
+            return LastTokenHead(self.hidden_size, len(self.labels))
+        return SentenceHead(self.pooling, self.normalize) if self.head == "sentence-embedding" else HiddenHead()
 
     def layer(self, window: int | None) -> DecoderLayer:
         feed_forward = GluFeedForward(self.hidden_size, self.intermediate_size, swish, self.mlp_bias)
@@ -158,11 +187,16 @@ class LlamaSpec(CheckpointSpec):
         return (ids, TensorSpec("attention_mask", "int64", dims, 0, 1))
 
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Logits of the next token at each position."""
-        dims = (Dim("batch"), Dim("tokens", self.max_position_embeddings), self.vocab_size)
-        return (TensorSpec("logits", "float32", dims),)
+        """Logits of the next token at each position, or what the task has."""
+        longest = self.max_position_embeddings
+        if self.head != "text-generation":
+            return (output_of(self.head, longest, self.hidden_size, len(self.labels), self.vocab_size),)
+        return (TensorSpec("logits", "float32", (Dim("batch"), Dim("tokens", longest), self.vocab_size)),)
 
-    def cache(self) -> CacheSpec:
+    def cache(self) -> CacheSpec | None:
+        """Of what generates."""
+        if self.head != "text-generation":
+            return None
         return CacheSpec(self.num_hidden_layers, self.kv_heads, self.width, self.max_position_embeddings)
 
 

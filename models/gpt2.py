@@ -57,6 +57,7 @@ class Gpt2(CheckpointSpec):
     pad_token_id: int | None = None
 
     names = _NAMES
+    padding = "any"  # positions are counted from the first real one
     unused = (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",)
 
     def __post_init__(self) -> None:

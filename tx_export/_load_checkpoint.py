@@ -73,7 +73,6 @@ def load_folder(
         config=fields,
         weights=origin,
         text=text,
-        # To a decoder alone what is behind a position is nothing, and what is before it counts by its distance.
         padding=spec.padding,
         cache=cache,
         generation=generation,

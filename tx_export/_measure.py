@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from tx_export.errors import BudgetError, LoadError
 from tx_export.metrics import Budget, Difference, Meter, fidelity_bound
 from tx_export.spec import Dim, EagerModel, TensorSpec
 
-__all__ = ["CaseError", "Findings", "answer", "decision", "measure"]
+__all__ = ["CaseError", "Findings", "OwnRounding", "answer", "decision", "measure"]
 
 Array = NDArray[Any]
 
+_log = logging.getLogger("tx_export")
 _DECIDING = ("text-classification", "token-classification", "fill-mask", "text-generation")
+_ROUNDINGS = 5
 _SMALL = 64  # positions: up to here more of them cost little and tell tensors apart
 
 
@@ -82,6 +85,45 @@ def measure(step: str, model: EagerModel, runner: Runner, reference: Reference, 
                 found.beyond[spec.name] = difference
         found.cases.append(case.to_json() | {"max_abs": None if non_finite else worst, "non_finite": non_finite})
     return found
+
+
+class OwnRounding:
+    """How far eager's float32 is from its float64 in a case: inputs for which that is much ask more than fp32 can."""
+
+    def __init__(self, model: EagerModel, reference: Reference) -> None:
+        self._model, self._reference = model, reference
+        self._known: dict[Case, dict[str, float]] = {}
+
+    def __call__(self, case: Case) -> Mapping[str, float]:
+        """The largest difference of each output at real positions; none where float64 can't be had."""
+        if case not in self._known:
+            expected, wide = self._reference(case), self._reference.in_float64(case)
+            meters = {
+                spec.name: _meter(self._model, spec, case, wide[spec.name], expected[spec.name])
+                for spec in self._model.outputs
+                if wide is not None
+            }
+            self._known[case] = {name: meter.result().max_abs for name, meter in meters.items()}
+        return self._known[case]
+
+    def settle(self, found: Findings) -> None:
+        """Leave in `beyond` what is also beyond five times that: eager's rounding, and four times as much again."""
+        found.beyond.clear()
+        for case, differences in found.each:
+            for spec, difference in zip(self._model.outputs, differences, strict=True):
+                if _excess(difference) <= max(1.0, _excess(found.beyond.get(spec.name))):
+                    continue
+                own = self(case).get(spec.name, 0.0)
+                if not difference.max_abs <= _ROUNDINGS * own:
+                    found.beyond[spec.name] = difference
+                else:
+                    _log.info(
+                        "%s: off by %.3g in %s, where eager's own rounding is %.3g",
+                        spec.name,
+                        difference.max_abs,
+                        case,
+                        own,
+                    )
 
 
 def _farthest(differences: Sequence[Difference]) -> float:

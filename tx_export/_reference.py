@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class Reference:
 
     def __init__(self, model: EagerModel, module: nn.Module | None = None) -> None:
         self.run = eager_runner(model, module)
+        self._model, self._module = model, model.module if module is None else module
         self._kept: dict[Case, dict[str, Array]] = {}
         self._bytes = 0
 
@@ -64,3 +66,14 @@ class Reference:
             self._kept[case] = outputs
             self._bytes += size
         return outputs
+
+    def in_float64(self, case: Case) -> dict[str, Array] | None:
+        """The same outputs in float64; None of a module that doesn't compute so."""
+        wide = copy.deepcopy(self._module).double()
+        feeds = {
+            name: array.astype(np.float64) if array.dtype.kind == "f" else array for name, array in case.feeds.items()
+        }
+        try:
+            return eager_runner(self._model, wide)(feeds)
+        except LoadError:
+            return None

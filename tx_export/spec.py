@@ -209,6 +209,7 @@ class CheckpointSpec(ModelSpec):
 
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # a checkpoint's modules -> ours, N for a layer's number
     unused: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that no module wants
+    padding: ClassVar[Literal["any", "right"]] = "right"  # the side on which it is promised to change nothing
     counts_real_ids: ClassVar[bool] = False  # positions are counted from the ids that aren't pad_token_id
 
     @classmethod

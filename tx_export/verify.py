@@ -18,7 +18,7 @@ from tx_export._continuations import divergence
 from tx_export._grid import Case, grid
 from tx_export._invariance import Invariance, invariance, trials
 from tx_export._judging_text import Split, default_lines, split_lines, text_feeds
-from tx_export._measure import CaseError, decision, measure
+from tx_export._measure import CaseError, OwnRounding, decision, measure
 from tx_export._reference import Reference, Runner, eager_runner
 from tx_export._verdict import (
     FIDELITY,
@@ -101,6 +101,7 @@ class Judge:
         self._text = () if model.text is None else tuple(Case("text", feeds) for feeds in text_feeds(model, judged))
         self._trials = trials(model, _mates(self._grid, self._text), longest)
         self._references: dict[nn.Module, Reference] = {}
+        self._roundings: dict[nn.Module, OwnRounding] = {}
         self._kept: dict[nn.Module, frozenset[str]] = {}
         self._verdicts: list[Verdict] = []
 
@@ -154,6 +155,8 @@ class Judge:
     def _fidelity(self, step: Step) -> Verdict:
         exported = self._model.module if step.exported is None else step.exported
         found = measure(step.name, self._model, step.runner, self._reference(exported), self._grid)
+        if found.beyond and not found.broken:
+            self._roundings.setdefault(exported, OwnRounding(self._model, self._reference(exported))).settle(found)
         change = invariance(step.name, self._model, step.runner, self._trials)
         wrong = (*broken(found), *beyond(found), *noisy(found))
         failures = (*wrong, *changed(change, self._promised(exported)))

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         positions: Positions,
         layers: Sequence[DecoderLayer | PostNormDecoderLayer],
         norm: Norm | nn.Identity,
-        head: nn.Linear,
+        head: nn.Module,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ __all__ = [
     "first_real",
     "key_mask",
     "key_mask_without_promise",
+    "last_real",
     "mean_real",
     "pool",
     "visible",
@@ -64,6 +65,12 @@ def first_real(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Pooling weights [B, T] that pick the first real position; zeros where there is none."""
     real = (attention_mask != 0).to(torch.int64)
     return ((real.cumsum(dim=1) == 1) & (real == 1)).to(dtype)
+
+
+def last_real(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pooling weights [B, T] that pick the last real position; zeros where there is none."""
+    counted = (attention_mask != 0).to(torch.int64).cumsum(dim=1)
+    return ((counted == counted[:, -1:]) & (attention_mask != 0)).to(dtype)
 
 
 def mean_real(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """Over the last axis, computed in float32."""
+    """Over the last axis, computed in float32 at least."""
 
     def __init__(self, d_model: int, epsilon: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
                 dtype=x.dtype,
                 shape=x.shape,
             )
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * (wide.square().mean(dim=-1, keepdim=True) + self.epsilon).rsqrt()).to(x.dtype)
 
     def after(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

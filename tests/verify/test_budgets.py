@@ -144,7 +144,7 @@ def test_invariance_is_promised_by_our_families_and_by_modules_that_keep_it() ->
 def test_compare_names_the_first_step_outside_its_budget(classifier: EagerModel) -> None:
     unscaled = copy.deepcopy(classifier.module)
     attention: Any = unscaled.get_submodule("encoder.layers.0.attention")
-    attention.head_dim = 1  # eager divides by sqrt(head_dim)
+    attention.scale = 1.0  # instead of 1 / sqrt(head_dim)
     good, bad = eager_runner(classifier), eager_runner(classifier, unscaled)
     steps = [
         Step("export", good),

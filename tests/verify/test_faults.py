@@ -80,7 +80,7 @@ def test_the_untouched_module_passes_and_is_recorded(classifier: EagerModel) -> 
 
 def test_a_missing_scale_of_attention_is_caught(classifier: EagerModel, judge: Judge) -> None:
     def unscaled(module: Any) -> None:
-        module.encoder.layers[0].attention.head_dim = 1  # eager divides by sqrt(head_dim)
+        module.encoder.layers[0].attention.scale = 1.0  # instead of 1 / sqrt(head_dim)
 
     message = refusal(judge, changed(classifier, unscaled))
     assert "more than 0.0001, in case" in message
