@@ -131,6 +131,14 @@ class Rules:
         tokens, found = tokens[kept], found[kept]
         return tokens, np.asarray(found / found.sum())
 
+    def follow(self, logits: np.ndarray, ids: Sequence[int], new: int, random: np.random.Generator) -> int:
+        """The token behind `ids`; without a rule of any kind the likeliest, found without a copy of the logits."""
+        options = self.options
+        is_ruled = options.temperature or options.no_repeat_ngram or options.min_new_tokens or self.suppressed
+        if is_ruled or options.repetition_penalty != 1 or (self.forced_bos, self.forced_eos) != (None, None):
+            return self.choose(self.scores(logits, ids, new), random)
+        return int(logits.argmax())
+
     def choose(self, scores: np.ndarray, random: np.random.Generator) -> int:
         """The likeliest token, or one that is drawn."""
         _check_left(scores)
@@ -165,7 +173,9 @@ def _check_left(scores: np.ndarray) -> None:
 
 
 def _check_finite(logits: np.ndarray, step: int) -> None:
-    if not np.isfinite(logits).all():
+    with np.errstate(all="ignore"):
+        is_finite = np.isfinite(logits.sum()) or np.isfinite(logits).all()  # a sum costs less, and may overflow
+    if not is_finite:
         raise LimitError(f"the logits of step {step} are not finite; the graph is broken for this prompt")
 
 
@@ -307,6 +317,7 @@ class _Batch:
     def _bind(self) -> None:
         graph, rows = self._graph, len(self._mask)
         self._binding = graph.session.io_binding()
+        self._ids = np.empty((0, 0), graph.ids_dtype)  # nothing is bound yet
         self._logits = np.empty((rows, 1, graph.vocabulary), graph.logits_dtype)
         _bind_output(self._binding, "logits", self._logits)
         self._at = np.array([-1])  # the new token that gets logits
@@ -398,7 +409,7 @@ class Generator:
             for step in range(rules.limit):
                 _check_finite(logits, step)
                 for row, found in zip(still, logits, strict=True):
-                    token = rules.choose(rules.scores(found, rows[row], step), randoms[row])
+                    token = rules.follow(found, rows[row], step, randoms[row])
                     if token in rules.eos:
                         ended.add(row)
                         continue
