@@ -13,7 +13,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.models.checkpoints import save_tokenizer
 from tx_export import runtime
 from tx_export._load_generation import read_generation
 from tx_export._load_marian_text import marian_tokenizer
@@ -23,6 +22,8 @@ from tx_export.errors import LoadError
 from tx_export.load import load
 from tx_export.spec import GenerationSpec, TextSpec
 from tx_export.testing import tiny_tokenizer
+
+from .checkpoints import save_tokenizer
 
 _VOCABULARY = 50
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.models.checkpoints import save_tokenizer
 from tx_export import _chat
 from tx_export._chat import read_chat
+
+from .checkpoints import save_tokenizer
 
 _CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"

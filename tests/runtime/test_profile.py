@@ -12,7 +12,7 @@ from tx_export._profile import profile
 from tx_export.cli import program
 from tx_export.errors import ArtifactError
 
-from .runtime.artifact import make_artifact
+from .artifact import make_artifact
 
 
 def test_every_operator_that_ran_is_counted_and_the_shares_are_of_one_whole(tmp_path: Path) -> None:
