@@ -86,7 +86,9 @@ def _read_generation(
     """What stands around a continuation; a prompt of a decoder alone ends where its text ends."""
     if cache is None:
         return text, None
-    generation = read_generation(folder, config, vocabulary(spec.inputs()), cache.cross)
+    generation, own = read_generation(folder, config, vocabulary(spec.inputs()), cache.cross), spec.generation()
+    if own is not None and generation.start is None:
+        generation = dataclasses.replace(generation, start=own.start)
     if text is None or cache.cross:
         return text, generation
     text = ending_open(text, read_optional(folder / "tokenizer_config.json"))

@@ -139,3 +139,14 @@ def test_a_decoded_token_changes_nothing_before_it(tmp_path: Path) -> None:
 def test_a_configuration_that_is_not_supported_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):
         T5.from_config({"architectures": ["T5ForConditionalGeneration"], **config}, None, ())
+
+
+def test_a_checkpoint_without_a_start_begins_with_padding(tmp_path: Path) -> None:
+    _saved(tmp_path, "t5")
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / name
+        if file.is_file():
+            said = json.loads(file.read_text())
+            file.write_text(json.dumps({key: value for key, value in said.items() if key != "decoder_start_token_id"}))
+    generation = load(str(tmp_path)).generation
+    assert generation is not None and generation.start == 0
