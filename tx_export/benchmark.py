@@ -37,8 +37,7 @@ def bench(
     """
     if unknown := [name for name in against if name not in _AGAINST]:
         raise UsageError(f"bench: unknown contender {unknown[0]!r}; known: {', '.join(_AGAINST)}")
-    manifest = read_manifest(artifact)
-    inputs = inputs_of(manifest)
+    inputs = inputs_of(manifest := read_manifest(artifact))
     shapes = list(within_bounds(inputs, batch, tokens, progress))
     if not shapes:
         raise UsageError(f"bench: no size is within the bounds of {artifact}")
