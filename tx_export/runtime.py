@@ -1064,7 +1064,8 @@ class _Writer:
 
         several = asked.options.beams > 1
         with self._explained(rows):
-            found = self._generator.generate([row.ids for row in rows], asked.options, None if several else listen)
+            prompts, numbers = [row.ids for row in rows], [row.index for row in rows]
+            found = self._generator.generate(prompts, asked.options, None if several else listen, numbers)
             for place, ids in enumerate(found if several else ()):
                 listen(place, ids)
         parts = zip(rows, texts, streams, strict=True)

@@ -373,11 +373,13 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         options: Options,
         listen: Callable[[int, list[int]], bool] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """The new ids of each row, without the one that ends it; rows are read together, padded on the left.
 
         `listen(row, ids)` gets a row's next ids as soon as they are chosen, and ends the row by returning True. Behind
-        an encoder the prompts are its sources. LimitError says what is wrong with a prompt or the logits.
+        an encoder the prompts are its sources. What is drawn depends on the seed and on a row's number: its place,
+        unless `numbers` gives others. LimitError says what is wrong with a prompt or the logits.
         """
         if options.beams > 1:
             if listen is not None:
@@ -385,7 +387,7 @@ class Generator:
             return self._search(prompts, options)
         found: list[list[int]] = [[] for _ in prompts]
         ended: set[int] = set()
-        for row, token in self._steps(prompts, options, ended):
+        for row, token in self._steps(prompts, options, ended, numbers):
             found[row].append(token)
             if listen is not None and listen(row, [token]):
                 ended.add(row)
@@ -397,12 +399,18 @@ class Generator:
             raise LimitError(f"beams: {options.beams} beams give nothing before the end; listen to one beam")
         return (token for _, token in self._steps([prompt], options, set()))
 
-    def _steps(self, prompts: Sequence[Sequence[int]], options: Options, ended: set[int]) -> Iterator[tuple[int, int]]:
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        ended: set[int],
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, int]]:
         """Row and token, as they are chosen; a row that is put into `ended` gets no more."""
         if not prompts:
             return
         rows, rules = self._begin(prompts, options)
-        randoms = [np.random.default_rng([options.seed, row]) for row in range(len(rows))]
+        randoms = [np.random.default_rng([options.seed, number]) for number in numbers or range(len(rows))]
         still, batch = list(range(len(rows))), self._open(prompts, rows, rules)
         try:
             logits = batch.read(_padded(rows)[0][:, batch.filled :])

@@ -131,6 +131,7 @@ def test_draws_are_those_of_a_seed_and_a_row_whatever_stands_beside_it() -> None
     assert together == generator.generate(rows, options)
     assert together[0] == generator.generate(rows[:1], options)[0]
     assert together[1] == generator.generate([rows[2], rows[1]], options)[1]
+    assert together[2] == generator.generate(rows[2:], options, numbers=[2])[0]
     assert together != generator.generate(rows, Options(max_new_tokens=10, temperature=5.0, top_k=50, seed=4))
     alike = generator.generate([rows[0]] * 2, options)
     assert alike[0] != alike[1]
