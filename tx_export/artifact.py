@@ -177,6 +177,8 @@ def open_graph(model: ir.Model, settings: Mapping[str, Any], threads: int | None
         _writing(Path(tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder,
     ):
+        for name, half in parts.items():
+            write_graph(half, Path(folder) / f"{name}.onnx")
         try:
             runners = [
                 (_input_names(half), _opened(half, Path(folder) / f"{name}.onnx", settings, threads))
@@ -194,7 +196,6 @@ def _input_names(graph: ir.Model) -> frozenset[str]:
 def _opened(graph: ir.Model, path: Path, settings: Mapping[str, Any], threads: int | None) -> Runner:
     names = [value.name or "" for value in graph.graph.outputs]
     float16 = {value.name for value in graph.graph.inputs if value.dtype == ir.DataType.FLOAT16}
-    write_graph(graph, path)
     session = runtime.open_session(path, "0", "cpu", settings, threads or runtime.available_threads())
 
     def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

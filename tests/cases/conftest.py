@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tx_export import artifact, compiler
+from tx_export import artifact
 
 from .models import build_from, save_cls, save_hf
 
@@ -65,8 +65,7 @@ def hf_artifact(once: Once, hf_checkpoint: Path) -> Path:
 
 
 def _outside(patch: pytest.MonkeyPatch) -> None:
-    for module in (artifact, compiler):
-        patch.setattr(module, "write_graph", functools.partial(artifact.write_graph, inline_bytes=1000))
+    patch.setattr(artifact, "write_graph", functools.partial(artifact.write_graph, inline_bytes=1000))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 
 from tx_export import cli, compiler
-from tx_export.artifact import seal, write_graph
+from tx_export.artifact import seal, write_graphs
 from tx_export.compiler import BuildOptions, build
 from tx_export.errors import ArtifactError
 from tx_export.export import Target, export
@@ -122,7 +122,7 @@ def half(how, path):
 
 def build(point, how):
     compiler.export = lambda model, asked: ir.load(graph)
-    write, run = compiler.write_graph, DynamicInt8.call
+    write, run = compiler.write_graphs, DynamicInt8.call
     if point == "start":
         compiler.load = ending(how)
     elif point == "after export":
@@ -132,7 +132,7 @@ def build(point, how):
     elif point == "while quantizing":
         DynamicInt8.call = ending(how)
     elif point == "while saving":
-        compiler.write_graph = lambda model, path: half(how, path)
+        compiler.write_graphs = lambda model, folder: half(how, Path(folder) / "model.onnx")
     elif point == "before the end":
         runtime.self_test = ending(how)
     elif point == "disk full":
@@ -266,16 +266,16 @@ def test_two_builds_into_one_target_at_once_leave_one_whole_artifact_and_one_err
 ) -> None:
     """The second finds the target taken, whenever it gets there."""
     again = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    write = write_graph
+    write = write_graphs
 
-    def beaten(model: ir.Model, path: Path) -> None:
-        monkeypatch.setattr(compiler, "write_graph", write)
+    def beaten(model: ir.Model, path: Path) -> ir.Model:
+        monkeypatch.setattr(compiler, "write_graphs", write)
         monkeypatch.setattr(os, "getpid", lambda: again.pid)  # the other build is another process
         build(options)
         monkeypatch.undo()
-        write(model, path)
+        return write(model, path)
 
-    monkeypatch.setattr(compiler, "write_graph", beaten)
+    monkeypatch.setattr(compiler, "write_graphs", beaten)
     with pytest.raises(ArtifactError, match="another build has just put an artifact there; --force replaces it"):
         build(options)
     again.communicate(b"\n")
