@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import click
 
@@ -151,17 +151,29 @@ def bench(
 @_arguments.debug
 def inspect(path: Path, profiled: bool, as_json: bool) -> None:
     """Show what an artifact or an ONNX file is."""
-    from tx_export import runtime
-    from tx_export._graph_summary import summarize
-    from tx_export._profile import profile
-
-    found = runtime.read_manifest(path) if path.is_dir() else summarize(path)
-    times = profile(path) if profiled else []
+    found = _read(path)
+    times = _profile(path) if profiled else []
     if as_json:
         _tables.print_json(found | ({"profile": times} if profiled else {}))
         return
     _tables.print_manifest(path, found) if path.is_dir() else _tables.print_graph(found)
     _tables.print_profile(times)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        from tx_export.runtime import read_manifest
+
+        return read_manifest(path)
+    from tx_export._graph_summary import summarize
+
+    return summarize(path)
+
+
+def _profile(path: Path) -> list[dict[str, Any]]:
+    from tx_export._profile import profile
+
+    return profile(path)
 
 
 @program.command(name="list")
