@@ -222,7 +222,7 @@ def test_positions_counted_from_ids_bound_the_tokens_and_skip_padding(tmp_path: 
 
 
 def test_a_family_that_is_not_known_lists_those_that_are(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "whisper"}))
     with pytest.raises(LoadError, match=r"path/to/file\.py:NAME, a function that returns it") as caught:
         load(str(tmp_path))
     assert all(family in str(caught.value) for family in CLASSES)
