@@ -77,12 +77,16 @@ def _nearest(w: Array, levels: Levels, bits: int) -> Array:
 
 
 def _range(w: Array, bits: int, symmetric: bool) -> Levels:
-    """The least scale at which no weight is cut off; 0 is always a level."""
+    """The least scale at which no weight is cut off; 0 is always a level.
+
+    Symmetric levels reach one step further below the middle: a scale below 0 turns them where weights reach higher.
+    """
     low, high = np.minimum(w.min(-1, keepdims=True), 0), np.maximum(w.max(-1, keepdims=True), 0)
     if symmetric:
         middle = 2 ** (bits - 1)
-        scale = np.maximum(np.maximum(high / (middle - 1), -low / middle), _LEAST)
-        return scale, np.full_like(scale, middle)
+        far, near = np.maximum(high, -low), np.minimum(high, -low)
+        scale = np.maximum(np.maximum(far / middle, near / (middle - 1)), _LEAST)
+        return np.where(high > -low, -scale, scale), np.full_like(scale, middle)
     scale = np.maximum(high / (2**bits - 1) - low / (2**bits - 1), _LEAST)
     return scale, np.rint(-low / scale)
 
@@ -99,7 +103,7 @@ def _half_quadratic(w: Array, bits: int, symmetric: bool) -> Levels:
         better = error < least
         best = np.where(better, levels[0], best[0]), np.where(better, levels[1], best[1])
         least = np.where(better, error, least)
-    return np.maximum(best[0] * unit, _LEAST), best[1]
+    return np.copysign(np.maximum(np.abs(best[0] * unit), _LEAST), unit), best[1]
 
 
 def _refitted(w: Array, levels: Levels, bits: int, symmetric: bool, beta: float) -> Levels:

@@ -15,14 +15,14 @@ def format_value(value: object) -> str:
 
 def parse_value(what: str, annotation: Any, text: str) -> Any:
     kind = str(annotation)
+    if "None" in kind and text == "None":
+        return None
     if "bool" in kind:
         if text.lower() not in ("true", "false"):
             raise PluginError(f"{what} is true or false, not {text!r}")
         return text.lower() == "true"
     if "str" in kind:
         return text
-    if "None" in kind and text == "None":
-        return None
     try:
         value = float(text) if "float" in kind else int(text)
     except ValueError as error:

@@ -80,9 +80,10 @@ def _session(path: Path, settings: Mapping[str, Any], prefix: Path) -> Any:
     for key, value in (settings.get("config") or {}).items():
         options.add_session_config_entry(key, str(value))
     disabled = settings.get("disabled_optimizers")
-    return onnxruntime.InferenceSession(
-        str(path), options, providers=[settings["provider"]], disabled_optimizers=disabled
-    )
+    with runtime.environment_of(settings):
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=[settings["provider"]], disabled_optimizers=disabled
+        )
 
 
 def _feeds(inputs: Sequence[Any], ranges: Mapping[str, list[float]], past: int) -> dict[str, np.ndarray]:

@@ -144,6 +144,7 @@ _SETTINGS_KEYS: dict[str, type] = {
     "config": dict,
     "run_config": dict,
     "give_back_config": dict,
+    "environment": dict,
     "disabled_optimizers": list,
     "graph_optimization": str,
     "arena": bool,
@@ -226,6 +227,11 @@ def _check_settings(path: Path, settings: Any) -> None:
                 raise ArtifactError(f"{path}: key {key!r} sets {option}; an artifact's settings name no files; refused")
             if not isinstance(value, (str, int, float)):
                 raise ArtifactError(f"{path}: key {key!r} sets {option} to a {type(value).__name__}")
+    for variable, value in (settings.get("environment") or {}).items():
+        if not re.fullmatch(r"ORT_\w+", variable) or value not in ("0", "1"):
+            raise ArtifactError(
+                f"{path}: key 'environment' sets {variable} to {value!r}; allowed: ORT_... to '0' or '1'"
+            )
 
 
 def _check_tensors(path: Path, manifest: Mapping[str, Any], key: str) -> list[_Tensor]:
@@ -757,13 +763,16 @@ def open_session(model: Path, least: str, provider: str, settings: Mapping[str, 
     if wanted not in onnxruntime.get_available_providers():
         raise ProviderError(f"provider {provider}: {wanted} isn't available{_offered()}")
     try:
-        session = onnxruntime.InferenceSession(
-            str(model),
-            _session_options(onnxruntime, settings, threads),
-            providers=[(wanted, {key: str(value) for key, value in (settings.get("provider_options") or {}).items()})],
-            disabled_optimizers=settings.get("disabled_optimizers"),
-            enable_fallback=0,
-        )
+        with environment_of(settings):
+            session = onnxruntime.InferenceSession(
+                str(model),
+                _session_options(onnxruntime, settings, threads),
+                providers=[
+                    (wanted, {key: str(value) for key, value in (settings.get("provider_options") or {}).items()})
+                ],
+                disabled_optimizers=settings.get("disabled_optimizers"),
+                enable_fallback=0,
+            )
     except Exception as error:
         kind = ProviderError if wanted != "CPUExecutionProvider" else ArtifactError
         version = onnxruntime.__version__
@@ -774,6 +783,18 @@ def open_session(model: Path, least: str, provider: str, settings: Mapping[str, 
         raise ProviderError(f"provider {provider}: asked for {wanted}, but the session runs on {used}{_offered()}")
     _trim_memory()  # loading leaves behind as much as a small model holds
     return session
+
+
+@contextlib.contextmanager
+def environment_of(settings: Mapping[str, Any]) -> Iterator[None]:
+    """What a provider's settings want in the environment while a session is made; what is there already wins."""
+    mine = {key: value for key, value in (settings.get("environment") or {}).items() if key not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for key in mine:
+            os.environ.pop(key, None)
 
 
 def _session_options(onnxruntime: Any, settings: Mapping[str, Any], threads: int) -> Any:

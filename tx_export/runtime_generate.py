@@ -10,6 +10,7 @@ file is copied into artifacts as generate.py.
 from __future__ import annotations
 
 import abc
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ Run = Callable[[Mapping[str, np.ndarray]], Arrays]
 
 _STEPS = 4  # single tokens at the end of a row that is read to check the cache
 _USUAL = 128  # new tokens where no number is given
+_PIECE = 256  # tokens of prompts that are read at once; what a run needs besides the cache grows with their square
 _WASTE = 4  # a cache of up to so many times the need is used again
 _UNLIKELY = -50.0  # the logarithm of a probability that float64 loses beside 1
 _DTYPES = {"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
@@ -207,14 +209,15 @@ class _Cache(abc.ABC):
 class _SharedCache(_Cache):
     """Arrays [rows, heads, length, head_dim] of their full length, which the graph reads and writes in place."""
 
-    def __init__(self, graph: _Graph, rows: int, length: int, flat: list[np.ndarray]) -> None:
+    def __init__(self, graph: _Graph, rows: int, length: int, flat: np.ndarray | None = None) -> None:
         shapes = [(rows, heads, length, head_dim) for heads, head_dim in graph.heads]
-        need = sum(map(math.prod, shapes))
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
         self._names = graph.past, graph.present
-        self.flat = flat  # of an earlier one, if it fits
-        if not need <= sum(array.size for array in flat) <= _WASTE * need:
-            self.flat = [np.zeros(math.prod(shape), graph.cache_dtype) for shape in shapes]
-        self.arrays = [flat[: math.prod(shape)].reshape(shape) for flat, shape in zip(self.flat, shapes, strict=True)]
+        if flat is None or not ends[-1] <= flat.size <= _WASTE * ends[-1]:
+            flat = np.zeros(ends[-1], graph.cache_dtype)
+        self.flat = flat  # one piece for all layers, which the system then maps in large pages
+        pieces = np.split(flat, ends)
+        self.arrays = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=False)]
         self.length, self._binding = length, None
 
     def bind(self, binding: Any, rows: int) -> None:
@@ -233,10 +236,18 @@ class _SharedCache(_Cache):
         for array in self.arrays:
             array[moved, :, :filled] = array[rows[moved], :, :filled]
 
+    def row(self, row: int, padding: int) -> _SharedCache:
+        """The same memory, of one row whose first positions are padding, which nothing will write."""
+        one = copy.copy(self)
+        one.arrays, one._binding = [array[row : row + 1] for array in self.arrays], None
+        for array in one.arrays:
+            array[:, :, :padding] = 0
+        return one
+
     def lengthened(self, graph: _Graph, length: int) -> _Cache:
         if length <= self.length:
             return self
-        longer, filled = _SharedCache(graph, 1, length, []), len(self.held)
+        longer, filled = _SharedCache(graph, 1, length), len(self.held)
         for array, found in zip(longer.arrays, self.arrays, strict=True):
             array[:, :, :filled] = found[:, :, :filled]
         return longer
@@ -339,6 +350,20 @@ class _Batch:
         self.filled = total
         return self._logits[:, 0]
 
+    def read_prompts(self, ids: np.ndarray) -> np.ndarray:
+        """As read, but what is long is read row by row and in pieces."""
+        if ids.size <= _PIECE or not isinstance(self.cache, _SharedCache):
+            return self.read(ids)
+        start, total = self.filled, self.filled + ids.shape[1]
+        for row, mask in enumerate(self._mask):
+            padding = int(mask[start:total].argmax())
+            fixed = {name: array[row : row + 1] for name, array in self._fixed.items()}
+            one = _Batch(self._graph, self.cache.row(row, padding), mask[None], fixed, start + padding)
+            for piece in range(padding, ids.shape[1], _PIECE):
+                self._logits[row] = one.read(ids[row : row + 1, piece : piece + _PIECE])
+        self.filled = total
+        return self._logits[:, 0]
+
     def reorder(self, rows: np.ndarray) -> None:
         """Each row goes on as that row, of the same prompt."""
         self.cache.select(rows, self.filled)
@@ -413,7 +438,7 @@ class Generator:
         randoms = [np.random.default_rng([options.seed, number]) for number in numbers or range(len(rows))]
         still, batch = list(range(len(rows))), self._open(prompts, rows, rules)
         try:
-            logits = batch.read(_padded(rows)[0][:, batch.filled :])
+            logits = batch.read_prompts(_padded(rows)[0][:, batch.filled :])
             for step in range(rules.limit):
                 _check_finite(logits, step)
                 for row, found in zip(still, logits, strict=True):
@@ -440,7 +465,7 @@ class Generator:
         rows, rules = self._begin(prompts, options)
         searches = still = [_Search(row, rules) for row in rows]
         batch, width = self._open(prompts, rows, rules), 1
-        logits = batch.read(_padded(rows)[0])
+        logits = batch.read_prompts(_padded(rows)[0])
         for step in range(rules.limit):
             _check_finite(logits, step)
             for search, found in zip(still, np.split(logits, len(still)), strict=True):
@@ -527,7 +552,7 @@ class Generator:
         if kept is not None and goes_on and len(rows) == beams == 1:
             return kept.lengthened(self._graph, length), len(held)
         if self._graph.shared:
-            flat = kept.flat if isinstance(kept, _SharedCache) else []
+            flat = kept.flat if isinstance(kept, _SharedCache) else None
             return _SharedCache(self._graph, len(rows) * beams, length, flat), 0
         return _GrowingCache(self._graph, len(rows)), 0
 

@@ -88,35 +88,32 @@ class CausalSelfAttention(nn.Module):
         self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
     ) -> tuple[Tensor, Cache]:
         """x [B, S, d_model] behind the P positions of the cache; returns [B, S, d_model] and the cache of P + S."""
-        context, present = self._context(self._packed(x), mask, rotary, past)
+        if spelling() == "fused" and past is not None and self.head_dim % _FUSED == 0:
+            context, present = self._fused(x, mask, rotary, past)
+        else:
+            weights, v, present = self._weighed(x, mask, rotary, past)
+            weights = nn.functional.dropout(weights, self.dropout, self.training)
+            context = rearrange(weights @ v, "b h s d -> b s (h d)")
         out: Tensor = self.output(context)
         return out, present
 
-    def _packed(self, x: Tensor) -> Tensor:
-        """Query, key and value as one product [B, S, (H + 2 K) head_dim]; the graph holds one weight."""
+    def _packed(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """`scale` times query, key and value, as one product [B, S, (H + 2 K) head_dim]; the graph holds one weight."""
         parts = (self.query, self.key, self.value)
-        weight = torch.cat([part.weight for part in parts])
-        bias = torch.cat([part.bias for part in parts]) if self.query.bias is not None else None
+        scales = (scale, 1.0, 1.0)
+        weight = _scaled([part.weight for part in parts], scales)
+        bias = _scaled([part.bias for part in parts], scales) if self.query.bias is not None else None
         return nn.functional.linear(x, weight, bias)
-
-    def _context(
-        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
-    ) -> tuple[Tensor, Cache]:
-        if spelling() == "fused" and past is not None and self.head_dim % _FUSED == 0:
-            return self._fused(packed, mask, rotary, past)
-        weights, v, present = self._weighed(packed, mask, rotary, past)
-        weights = nn.functional.dropout(weights, self.dropout, self.training)
-        return rearrange(weights @ v, "b h s d -> b s (h d)"), present
 
     def weights(self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None) -> Tensor:
         """The attention weights [B, H, S, P + S] of what forward takes; each row sums to 1."""
-        return self._weighed(self._packed(x), mask, rotary, past)[0]
+        return self._weighed(x, mask, rotary, past)[0]
 
     def _weighed(
-        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
+        self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache | None
     ) -> tuple[Tensor, Tensor, Cache]:
         """The attention weights, and the values [B, H, P + S, head_dim] that they weigh; then the longer cache."""
-        q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(packed))
+        q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in self._split(x))
         if rotary is not None:
             q, k = rotary.turn(q, mask.places[0]), rotary.turn(k, mask.places[0])
         (k, v), present = _joined(past, Cache(k, v), mask)
@@ -127,27 +124,27 @@ class CausalSelfAttention(nn.Module):
         hidden = distance > 0 if self.window is None else (distance > 0) | (distance <= -self.window)
         return scores.masked_fill(hidden, HIDDEN).softmax(dim=-1), v, present
 
-    def _split(self, packed: Tensor) -> Sequence[Tensor]:
-        """Query, key and value [B, S, ...]."""
+    def _split(self, x: Tensor, scale: float = 1.0) -> Sequence[Tensor]:
+        """`scale` times query, key and value [B, S, ...]."""
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        return torch.split(packed, [count * self.head_dim for count in counts], dim=-1)
+        return torch.split(self._packed(x, scale), [count * self.head_dim for count in counts], dim=-1)
 
-    def _for_operator(self, packed: Tensor) -> Sequence[Tensor | None]:
-        """As the fused operator takes them: packed in the place of the query."""
-        return (packed, None, None)
+    def _for_operator(self, x: Tensor) -> Sequence[Tensor | None]:
+        """As the fused operator takes them, packed in the place of the query, which is scaled already."""
+        return (self._packed(x, self.scale), None, None)
 
-    def _fused(
-        self, packed: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache
-    ) -> tuple[Tensor, Cache]:
-        batch, tokens, _ = packed.shape
+    def _fused(self, x: Tensor, mask: CausalMask, rotary: RotaryPositions | None, past: Cache) -> tuple[Tensor, Cache]:
+        batch, tokens, _ = x.shape
         grown = (batch, self.num_kv_heads, past.key.shape[2] + tokens, self.head_dim)
-        attributes: _Attributes = {"num_heads": self.num_heads, "kv_num_heads": self.num_kv_heads, "scale": self.scale}
-        qkv: Sequence[Tensor | None] = self._for_operator(packed)
+        # The weights hold the scale: products without one read the cache as it lies where there is a single query.
+        attributes: _Attributes = {"num_heads": self.num_heads, "kv_num_heads": self.num_kv_heads, "scale": 1.0}
         tables: tuple[Tensor | None, ...] = (None, None)
-        if rotary is not None and self.head_dim % _TURNED_INSIDE == 0:
-            tables, attributes["do_rotary"] = (rotary.cos, rotary.sin), 1
-        elif rotary is not None:
-            q, k, v = self._split(packed)
+        if rotary is None or self.head_dim % _TURNED_INSIDE == 0:
+            qkv = self._for_operator(x)
+            if rotary is not None:
+                tables, attributes["do_rotary"] = (rotary.cos, rotary.sin), 1
+        else:
+            q, k, v = self._split(x, self.scale)
             turn = rotary(mask.places).fused
             qkv = (turn(q, self.num_heads), turn(k, self.num_kv_heads), v)
         if self.window is not None:
@@ -156,11 +153,16 @@ class CausalSelfAttention(nn.Module):
             "com.microsoft::GroupQueryAttention",
             (*qkv, past.key, past.value, mask.last, mask.total, *tables, None, mask.bias),
             attributes,
-            dtypes=[packed.dtype] * 3,
+            dtypes=[x.dtype] * 3,
             shapes=[(batch, tokens, self.num_heads * self.head_dim), grown, grown],
             version=1,
         )
         return context, Cache(key, value)
+
+
+def _scaled(parts: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
+    """The parts as one; nothing is multiplied by 1, which would leave a node to fold."""
+    return torch.cat([part if scale == 1 else part * scale for part, scale in zip(parts, scales, strict=True)])
 
 
 def _joined(past: Cache | None, new: Cache, mask: CausalMask) -> tuple[Cache, Cache]:
@@ -202,14 +204,14 @@ class NormedCausalSelfAttention(CausalSelfAttention):
         super().__init__(d_model, num_heads, num_kv_heads, head_dim, bias, bias, window)
         self.query_norm, self.key_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
 
-    def _split(self, packed: Tensor) -> Sequence[Tensor]:
-        q, k, v = super()._split(packed)
-        return (self._normed(self.query_norm, q), self._normed(self.key_norm, k), v)
+    def _split(self, x: Tensor, scale: float = 1.0) -> Sequence[Tensor]:
+        q, k, v = super()._split(x)  # a norm has no scale of what it reads
+        return (self._normed(self.query_norm, q, scale), self._normed(self.key_norm, k), v)
 
-    def _for_operator(self, packed: Tensor) -> Sequence[Tensor | None]:
-        return self._split(packed)
+    def _for_operator(self, x: Tensor) -> Sequence[Tensor | None]:
+        return self._split(x, self.scale)
 
-    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def _normed(self, norm: RMSNorm, x: Tensor, scale: float = 1.0) -> Tensor:
         heads = rearrange(x, "b s (h d) -> b s h d", d=self.head_dim)
-        flat: Tensor = rearrange(norm(heads), "b s h d -> b s (h d)")
+        flat: Tensor = rearrange(norm(heads, scale), "b s h d -> b s (h d)")
         return flat

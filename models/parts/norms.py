@@ -17,17 +17,19 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.epsilon = nn.Parameter(torch.ones(d_model)), epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """`scale` times the norm of x [..., d_model]."""
+        weight = self.weight if scale == 1 else self.weight * scale
         if spelling() == "fused":
             return torch.onnx.ops.symbolic(
                 "SimplifiedLayerNormalization",
-                (x, self.weight),
+                (x, weight),
                 {"axis": -1, "epsilon": self.epsilon, "stash_type": 1},
                 dtype=x.dtype,
                 shape=x.shape,
             )
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * (wide.square().mean(dim=-1, keepdim=True) + self.epsilon).rsqrt()).to(x.dtype)
+        return weight * (wide * (wide.square().mean(dim=-1, keepdim=True) + self.epsilon).rsqrt()).to(x.dtype)
 
     def after(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and x + residual."""

@@ -46,6 +46,10 @@ class PackedCausalSelfAttention(CausalSelfAttention):
         self.qkv = TurnedLinear(d_model, 3 * d_model)
         self.output = TurnedLinear(d_model, d_model)  # type: ignore[assignment]
 
-    def _packed(self, x: Tensor) -> Tensor:
-        out: Tensor = self.qkv(x)
-        return out
+    def _packed(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if scale == 1:
+            out: Tensor = self.qkv(x)
+            return out
+        width = self.num_heads * self.head_dim
+        scales = torch.cat([x.new_full((width,), scale), x.new_ones(2 * width)])
+        return x @ (self.qkv.weight * scales) + self.qkv.bias * scales

@@ -52,7 +52,7 @@ def test_b135_widths_that_no_block_divides_are_right(bits: int, symmetric: bool,
         quantize(model, bits=bits, symmetric=symmetric, method="round", accuracy_level=accuracy_level)
         stored = unpacked(model)[0].T
         # Half a step for rounding; the zero point is rounded too, which cuts off up to half a step at an end.
-        step = np.repeat(scales(model)[0].T, 32, axis=0)[: shape[0]]
+        step = np.abs(np.repeat(scales(model)[0].T, 32, axis=0)[: shape[0]])
         assert (np.abs(stored - weight) <= step * (0.5 if symmetric else 1) * (1 + 1e-5)).all()
         bound = arithmetic_bound(x, stored, 32 if accuracy_level == 4 else None)
         assert (np.abs(run(model, {"x": x})["y"] - x.astype(np.float64) @ stored) <= bound).all()
@@ -122,7 +122,7 @@ def test_b127_rows_and_blocks_of_zeros_have_a_scale_and_give_exactly_their_bias(
     for accuracy_level in (0, 4):
         model = graph("float[n, 64] x", "float[n, 8] y", {"w": weight, "bias": bias}, "y = Gemm (x, w, bias)")
         quantize(model, bits=bits, symmetric=symmetric, method=method, accuracy_level=accuracy_level)
-        assert np.isfinite(scales(model)[0]).all() and (scales(model)[0] > 0).all()
+        assert np.isfinite(scales(model)[0]).all() and (scales(model)[0] != 0).all()
         for rows in (1, 5):  # kernels of their own
             y = run(model, {"x": normal(rows, 64, seed=2)})["y"]
             assert (y[:, 3:5] == bias[3:5]).all()

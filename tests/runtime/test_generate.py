@@ -85,14 +85,36 @@ def test_the_cache_has_its_whole_size_before_the_first_step_and_nothing_is_writt
     prompt, new, behind = prompts(1, 20, 20)[0], 30, 100
     generator.generate([prompt], Options(max_new_tokens=new))
     kept: Any = generator._kept
-    sizes = [array.size for array in kept.flat]
-    assert sizes == [2 * (len(prompt) + new) * 16] * 4  # heads, positions, channels; keys and values of two layers
-    wide = [np.full(size + behind, 7, np.float32) for size in sizes]
-    kept.flat, kept.held = [array[:size] for array, size in zip(wide, sizes, strict=True)], ()
+    size = kept.flat.size
+    assert size == 2 * (len(prompt) + new) * 16 * 4  # heads, positions, channels; keys and values of two layers
+    wide = np.full(size + behind, 7, np.float32)
+    kept.flat, kept.held = wide[:size], ()
     generator.generate([prompt], Options(max_new_tokens=new))
     again: Any = generator._kept
-    assert all(found.base is array for found, array in zip(again.flat, wide, strict=True))
-    assert all((array[size:] == 7).all() and (array[:size] != 7).any() for array, size in zip(wide, sizes, strict=True))
+    assert again.flat.base is wide
+    assert (wide[size:] == 7).all() and (wide[:size] != 7).any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_long_prompts_are_read_in_pieces_and_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, sizes = [], []
+    read = runtime_generate._Batch.read
+
+    def noted(batch: Any, ids: np.ndarray) -> np.ndarray:
+        sizes.append(ids.shape)
+        found.append(read(batch, ids))
+        return found[-1]
+
+    monkeypatch.setattr(runtime_generate._Batch, "read", noted)
+    generator, rows, logits = tiny(family).generator(eos=[]), prompts(3, 5, 23), {}
+    for piece in (1000, 7):
+        monkeypatch.setattr(runtime_generate, "_PIECE", piece)
+        sizes.clear()
+        assert all(len(row) == 8 for row in generator.generate(rows, Options(max_new_tokens=8)))
+        logits[piece] = found[-1].copy()
+        assert all(size[0] * size[1] <= max(piece, len(rows)) for size in sizes)
+    # The same numbers, summed in another order.
+    assert np.abs(logits[7] - logits[1000]).max() < 1e-5 * np.abs(logits[7]).max()
 
 
 def test_a_cache_far_larger_than_the_need_is_given_back() -> None:
@@ -100,7 +122,7 @@ def test_a_cache_far_larger_than_the_need_is_given_back() -> None:
     generator.generate(prompts(8, 40, 40), Options(max_new_tokens=80))
     generator.generate(prompts(1, 3, 3), Options(max_new_tokens=5))
     kept: Any = generator._kept
-    assert sum(array.nbytes for array in kept.flat) == 4 * 2 * 8 * 16 * 4
+    assert kept.flat.nbytes == 4 * 2 * 8 * 16 * 4
 
 
 def test_listening_ends_a_row_and_the_others_go_on() -> None:

@@ -44,6 +44,7 @@ class FoldConstants(GraphPass):
         )
         RemoveUnusedOpsetsPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        joined = sum(_join(model.graph, node) for node in list(model.graph) if _is_join(node))
         if not any(node.op_type in _INTEGER for node in model.graph.all_nodes()):
             DeduplicateInitializersPass(size_limit=1 << 62)(model)
         CommonSubexpressionEliminationPass()(model)
@@ -53,7 +54,7 @@ class FoldConstants(GraphPass):
         RemoveUnusedNodesPass()(model)
         _part_outputs(model.graph, ends)
         after = _shape_of(model)
-        return Outcome(model, before != after or turned > 0, Coverage(max(before[0] - after[0], 0), before[0]))
+        return Outcome(model, before != after or joined + turned > 0, Coverage(max(before[0] - after[0], 0), before[0]))
 
 
 def _shape_of(model: ir.Model) -> tuple[int, int]:
@@ -75,8 +76,51 @@ def _part_outputs(graph: ir.Graph, names: list[str | None]) -> None:
 
 
 def _not_a_weight(node: ir.Node) -> bool | None:
-    # None leaves the decision to onnxscript. Transposed weights are turned below; embeddings are looked up, not folded.
-    return False if _is_turned_weight(node) else None
+    # None leaves the decision to onnxscript. Weights are turned and joined below; embeddings are looked up, not folded.
+    return False if _is_turned_weight(node) or _is_join(node) else None
+
+
+def _is_join(node: ir.Node) -> bool:
+    """Whether weights are put together here, or multiplied."""
+    if node.op_type not in ("Concat", "Mul") or node.domain not in ("", "ai.onnx"):
+        return False
+    arrays = [array_of(value) for value in node.inputs]
+    return all(array is not None and array.dtype.kind == "f" for array in arrays) and any(map(_is_weight, node.inputs))
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    return value is not None and value.is_initializer() and "." in str(value.name)
+
+
+def _join(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace Concat or Mul of weights, of any size, by its result with their name, unless the file would grow."""
+    arrays = [array for array in map(array_of, node.inputs) if array is not None]
+    mine = [value for value in node.inputs if value is not None and len(value.uses()) == 1 and value.is_initializer()]
+    mine = [value for value in mine if not value.is_graph_output()]
+    if node.op_type == "Mul":
+        result = arrays[0] * arrays[1]
+    else:
+        result = np.concatenate(arrays, node.attributes.get_int("axis", 0))
+    freed = sum(array.nbytes for value, array in zip(node.inputs, arrays, strict=True) if value in mine)
+    if result.nbytes - freed > _FOLDED_BYTES or node.outputs[0].is_graph_output():
+        return False
+    names = [str(value.name) for value in node.inputs if value is not None and _is_weight(value)]
+    out = node.outputs[0]
+    for value in mine:
+        node.replace_input_with(list(node.inputs).index(value), None)
+        graph.initializers.pop(str(value.name))
+    out.replace_all_uses_with(add_initializer(graph, _joined_name(names), result))
+    graph.remove(node, safe=True)
+    return True
+
+
+def _joined_name(names: list[str]) -> str:
+    """layer.query.weight, layer.key.weight and layer.value.weight are layer.qkv.weight together."""
+    parts = [name.split(".") for name in names]
+    if len({len(each) for each in parts}) > 1:
+        return names[0]
+    found = ["_".join(dict.fromkeys(each)) for each in zip(*parts, strict=True)]
+    return ".".join("qkv" if part == "query_key_value" else part for part in found)
 
 
 def _is_turned_weight(node: ir.Node) -> bool:

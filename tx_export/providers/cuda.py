@@ -26,6 +26,7 @@ class Cuda:
             "config": {},
             "run_config": {},
             "give_back_config": {"memory.enable_memory_arena_shrinkage": "cpu:0;gpu:0"},
+            "environment": {},
             "disabled_optimizers": list(self.disabled_optimizers),
             "graph_optimization": "all",
             "arena": True,
