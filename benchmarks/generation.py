@@ -39,7 +39,8 @@ def main() -> None:
     workers = {name: _Worker([*command, "--threads", str(options.threads)]) for name, command in commands.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for number in range(options.rounds + 1):
-        for name, worker in workers.items():
+        # Who comes first in a round is 3% slower here, so they take turns.
+        for name, worker in list(workers.items())[:: 1 if number % 2 else -1]:
             answer = worker.ask({"ids": ids, "new": options.new})
             if number:  # the first round warms up
                 found[name].append(answer)

@@ -840,12 +840,12 @@ class _Row:
 class _Tokenizer:
     """The artifact's tokenizer.json; its own padding and truncation are replaced by ours."""
 
-    def __init__(self, path: Path, text: Mapping[str, Any], ids: _Tensor, notices: _Notices) -> None:
+    def __init__(self, tokenizer: Any, text: Mapping[str, Any], ids: _Tensor, notices: _Notices) -> None:
         self.max_length: int = text["max_length"]
         pad = text.get("pad_id") or 0
         # A tokenizer may pad with an id that the model lacks; the mask covers whatever stands there.
         self.pad_id: int = pad if ids.low is None or ids.high is None or ids.low <= pad <= ids.high else int(ids.low)
-        self._tokenizer = _open_tokenizer(path)
+        self._tokenizer = tokenizer
         self._tokenizer.enable_truncation(self.max_length, strategy="longest_first")
         self._ids, self._notices = ids, notices
 
@@ -991,7 +991,13 @@ class _Writer:
     """Continues texts, none of which is cut: its tokenizer and its generator."""
 
     def __init__(
-        self, folder: Path, manifest: Mapping[str, Any], ids: _Tensor, sessions: _Sessions, notices: _Notices
+        self,
+        folder: Path,
+        tokenizer: Any,
+        manifest: Mapping[str, Any],
+        ids: _Tensor,
+        sessions: _Sessions,
+        notices: _Notices,
     ) -> None:
         told = {key: value for key, value in manifest["generation"].items() if value is not None}
         self.generation: dict[str, Any] = _NOTHING_ASKED | told
@@ -999,8 +1005,7 @@ class _Writer:
         cache = self.generation["cache"]
         self._length: int = cache["max_length"]
         self._source_length: int | None = manifest["text"]["max_length"] if cache.get("cross") else None
-        self._path, self._ids, self._sessions = folder / "tokenizer.json", ids, sessions
-        self._tokenizer = _open_tokenizer(self._path)
+        self._folder, self._tokenizer, self._ids, self._sessions = folder, tokenizer, ids, sessions
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {index for index, token in added.items() if token.special}
 
@@ -1011,7 +1016,7 @@ class _Writer:
                 self._sessions.by_name(self._sessions.threads), self.generation, self._sessions.usual
             )
         except Exception as error:
-            raise ArtifactError(f"{self._path.parent}: a graph that continues no text: {_first_line(error)}") from error
+            raise ArtifactError(f"{self._folder}: a graph that continues no text: {_first_line(error)}") from error
 
     def asked(self, given: Mapping[str, Any]) -> _Asked:
         """What the artifact asks for, and what is given instead."""
@@ -1148,7 +1153,7 @@ class _Writer:
     @functools.cached_property
     def _literal(self) -> Any:
         """A tokenizer to which special tokens are plain text."""
-        tokenizer = _open_tokenizer(self._path)
+        tokenizer = _open_tokenizer(self._folder / "tokenizer.json")
         tokenizer.encode_special_tokens = True
         return tokenizer
 
@@ -1216,7 +1221,6 @@ class Model:
         self.provider: str = provider if provider is not None else next(iter(self.manifest["session"]))
         self.inputs = tuple(_Tensor.parse(item) for item in self.manifest["inputs"])
         self.outputs = tuple(_Tensor.parse(item) for item in self.manifest["outputs"])
-        self._sessions = _Sessions(self.folder, self.manifest, self.provider, self.threads)
         self._notices = _Notices()
         self._cache = (self.manifest.get("generation") or {}).get("cache")
         self._text: Mapping[str, Any] = self.manifest.get("text") or {}
@@ -1224,10 +1228,15 @@ class Model:
         self._writer: _Writer | None = None
         if self._text:
             self._ids = next(tensor for tensor in self.inputs if tensor.name == "input_ids")
+            read = _open_tokenizer(self.folder / "tokenizer.json")
+            _trim_memory()  # reading a tokenizer leaves as much behind as it holds
+        if self._cache is not None:
+            _map_large_blocks()  # where weights are read, the heap keeps a seventh of them
+        self._sessions = _Sessions(self.folder, self.manifest, self.provider, self.threads)
         if self._text and self._cache is None:
-            self._tokenizer = _Tokenizer(self.folder / "tokenizer.json", self._text, self._ids, self._notices)
+            self._tokenizer = _Tokenizer(read, self._text, self._ids, self._notices)
         elif self._text:
-            self._writer = _Writer(self.folder, self.manifest, self._ids, self._sessions, self._notices)
+            self._writer = _Writer(self.folder, read, self.manifest, self._ids, self._sessions, self._notices)
         self._warn_without_vnni()
 
     def __call__(self, texts: Iterable[Text]) -> list[Result]:

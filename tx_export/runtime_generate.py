@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,13 +134,24 @@ class Rules:
         tokens, found = tokens[kept], found[kept]
         return tokens, np.asarray(found / found.sum())
 
-    def follow(self, logits: np.ndarray, ids: Sequence[int], new: int, random: np.random.Generator) -> int:
-        """The token behind `ids`; without a rule of any kind the likeliest, found without a copy of the logits."""
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether nothing is asked for but the likeliest token."""
         options = self.options
         is_ruled = options.temperature or options.no_repeat_ngram or options.min_new_tokens or self.suppressed
-        if is_ruled or options.repetition_penalty != 1 or (self.forced_bos, self.forced_eos) != (None, None):
+        is_forced = (self.forced_bos, self.forced_eos) != (None, None)
+        return not (is_ruled or options.repetition_penalty != 1 or is_forced)
+
+    def follow(self, logits: np.ndarray, ids: Sequence[int], new: int, random: np.random.Generator) -> int:
+        """The token behind `ids`; without a rule of any kind the likeliest, found without a copy of the logits."""
+        if not self._is_plain or new == 0:
+            _check_finite(logits, new)
+        if not self._is_plain:
             return self.choose(self.scores(logits, ids, new), random)
-        return int(logits.argmax())
+        token = int(logits.argmax())  # of NaN and infinity too; looking at all of them costs a hundredth of a step
+        if not math.isfinite(logits[token]):
+            _check_finite(logits, new)
+        return token
 
     def choose(self, scores: np.ndarray, random: np.random.Generator) -> int:
         """The likeliest token, or one that is drawn."""
@@ -279,7 +291,7 @@ class _GrowingCache(_Cache):
 
 def _bind_input(binding: Any, name: str, array: np.ndarray) -> None:
     """Without a copy: the array must live, and stay where it is, until the run is over."""
-    binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+    binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.__array_interface__["data"][0])
 
 
 def _bind_output(binding: Any, name: str, array: np.ndarray) -> None:
@@ -328,27 +340,57 @@ class _Batch:
     def _bind(self) -> None:
         graph, rows = self._graph, len(self._mask)
         self._binding = graph.session.io_binding()
-        self._ids = np.empty((0, 0), graph.ids_dtype)  # nothing is bound yet
+        self._ids = self._at = np.empty((0, 0), graph.ids_dtype)  # nothing is bound yet
         self._logits = np.empty((rows, 1, graph.vocabulary), graph.logits_dtype)
         _bind_output(self._binding, "logits", self._logits)
-        self._at = np.array([-1])  # the new token that gets logits
         for name, array in self._fixed.items():
             _bind_input(self._binding, name, array)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Logits [rows, vocabulary] behind the last of ids [rows, tokens]; overwritten by the next run."""
-        graph, total = self._graph, self.filled + ids.shape[1]
-        ids, mask = np.ascontiguousarray(ids, graph.ids_dtype), np.ascontiguousarray(self._mask[:, :total])
-        _bind_input(self._binding, graph.ids, ids)
+        self._ids, self._at = np.array(ids, self._graph.ids_dtype, order="C"), np.array([ids.shape[1] - 1])
+        _bind_input(self._binding, self._graph.ids, self._ids)
+        _bind_input(self._binding, "logits_at", self._at)  # only the last of them gets logits
+        return self._run()
+
+    def read_next(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """As read, of a token for each row."""
+        if self._ids.shape[1] != 1:
+            return self.read(np.array(tokens)[:, None])
+        self._ids[:, 0] = tokens
+        return self._run()
+
+    def _run(self) -> np.ndarray:
+        graph, total = self._graph, self.filled + self._ids.shape[1]
+        mask = np.ascontiguousarray(self._mask[:, :total])
         _bind_input(self._binding, graph.mask, mask)
-        if self._at != ids.shape[1] - 1:
-            self._at = np.array([ids.shape[1] - 1])
-            _bind_input(self._binding, "logits_at", self._at)
-        self.cache.bind(self._binding, len(ids))
+        self.cache.bind(self._binding, len(mask))
         graph.session.run_with_iobinding(self._binding, graph.run_options)
         self.cache.follow(self._binding)
         self.filled = total
         return self._logits[:, 0]
+
+    def single(self) -> Callable[[int], np.ndarray]:
+        """read_next of a single row, for as long as nothing else is called; logits [vocabulary].
+
+        When a run ends, the weights have driven all else out of the processor's caches, and every line costs.
+        """
+        graph, cache, ids = self._graph, self.cache, self._ids
+        logits: np.ndarray = self._logits[0, 0]
+        if ids.shape != (1, 1) or not isinstance(cache, _SharedCache):
+            return lambda token: self.read_next([token])[0]
+        binding, run, options = self._binding, graph.session.run_with_iobinding, graph.run_options
+        bind, name, dtype = binding.bind_input, graph.mask, self._mask.dtype
+        start = self._mask.__array_interface__["data"][0]
+
+        def read(token: int) -> np.ndarray:
+            ids[0, 0] = token
+            self.filled += 1
+            bind(name, "cpu", 0, dtype, (1, self.filled), start)
+            run(binding, options)
+            return logits
+
+        return read
 
     def read_prompts(self, ids: np.ndarray) -> np.ndarray:
         """As read, but what is long is read row by row and in pieces."""
@@ -439,8 +481,10 @@ class Generator:
         still, batch = list(range(len(rows))), self._open(prompts, rows, rules)
         try:
             logits = batch.read_prompts(_padded(rows)[0][:, batch.filled :])
+            if len(rows) == 1:
+                yield from self._row(batch, logits[0], rows[0], rules, randoms[0], ended)
+                return
             for step in range(rules.limit):
-                _check_finite(logits, step)
                 for row, found in zip(still, logits, strict=True):
                     token = rules.follow(found, rows[row], step, randoms[row])
                     if token in rules.eos:
@@ -454,9 +498,33 @@ class Generator:
                 if len(places) < len(still):
                     batch.select(np.array(places))
                 still = [still[place] for place in places]
-                logits = batch.read(np.array([rows[row][-1:] for row in still]))
+                logits = batch.read_next([rows[row][-1] for row in still])
         finally:
             self._keep(batch, rows)
+
+    def _row(
+        self,
+        batch: _Batch,
+        logits: np.ndarray,
+        ids: list[int],
+        rules: Rules,
+        random: np.random.Generator,
+        ended: set[int],
+    ) -> Iterator[tuple[int, int]]:
+        """The steps of a single row."""
+        read = None
+        for step in range(rules.limit):
+            token = rules.follow(logits, ids, step, random)
+            if token in rules.eos:
+                return
+            ids.append(token)
+            yield 0, token
+            if ended or step == rules.limit - 1:
+                return
+            if read is not None:
+                logits = read(token)
+            else:
+                logits, read = batch.read_next([token])[0], batch.single()
 
     def _search(self, prompts: Sequence[Sequence[int]], options: Options) -> list[list[int]]:
         """The best beam of each row."""
@@ -477,7 +545,7 @@ class Generator:
             same = width == options.beams and len(places) == len(still)
             (batch.reorder if same else batch.select)(origins)
             still, width = [still[place] for place in places], options.beams
-            logits = batch.read(np.concatenate([search.tokens for search in still])[:, None])
+            logits = batch.read_next(np.concatenate([search.tokens for search in still]))
         self._keep(batch, [])
         return [search.best() for search in searches]
 

@@ -47,13 +47,13 @@ class CausalMask(NamedTuple):
 
 def causal_mask(attention_mask: Tensor, input_ids: Tensor, dtype: torch.dtype) -> CausalMask:
     """From attention_mask [B, T], of the cache and the S new tokens, and input_ids [B, S]."""
-    padding = (attention_mask == 0).to(dtype) * _PADDING  # [B, T]
     # Sums and products with zero instead of sizes: the graph then needs no arithmetic of shapes.
-    rows = (input_ids * 0).to(dtype)[:, None, :, None]
+    is_padding = attention_mask[:, None, None, :] == (input_ids * 0)[:, None, :, None]  # [B, 1, S, T]
+    bias = torch.where(is_padding, _PADDING, 0.0).to(dtype)
     last = (attention_mask * 0 + 1).to(torch.int32).sum(dim=1, dtype=torch.int32) - 1
     counted = counted_positions(input_ids)
     places = counted + (last[:, None] - counted[:, -1:])
-    bias, keys = rows + padding[:, None, None, :], counted_positions(attention_mask[:1])
+    keys = counted_positions(attention_mask[:1])
     return CausalMask(bias, last, last.amax(dim=0) + 1, places, keys)
 
 

@@ -336,7 +336,7 @@ def test_of_a_longer_conversation_only_what_is_new_is_read(model: Model, monkeyp
     monkeypatch.setattr(batch, "read", watched)
     say = model.converse(max_new_tokens=5)
     assert ["".join(say("one")), "".join(say("two"))] == ["hello there you"] * 2
-    assert sizes == [5, 1, 1, 1, 5, 1, 1, 1]  # all of a prompt of 5, then single tokens; again 5, of 13
+    assert sizes == [5, 1, 5, 1]  # all of a prompt of 5, then single tokens, bound once; again 5, of 13
 
 
 def test_json_of_a_conversation_is_an_object_for_each_answer(

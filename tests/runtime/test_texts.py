@@ -221,7 +221,7 @@ def test_other_tokenizers_are_cut_right_too(kind: str, tmp_path: Path) -> None:
     path.write_text(full.to_str(), encoding="utf-8")
     full.enable_truncation(64)
     ids = runtime._Tensor("input_ids", np.dtype(np.int64), (), None, None)
-    ours = runtime._Tokenizer(path, {"max_length": 64}, ids, runtime._Notices())
+    ours = runtime._Tokenizer(runtime._open_tokenizer(path), {"max_length": 64}, ids, runtime._Notices())
     for text in (
         "x" * 20_000,
         " ".join(lines)[:20_000],

@@ -52,6 +52,7 @@ class FoldConstants(GraphPass):
         turned += sum(_turn(model.graph, node) for node in list(model.graph) if _is_turned_weight(node))
         IdentityEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
+        _leave_out(model.graph)
         _part_outputs(model.graph, ends)
         after = _shape_of(model)
         return Outcome(model, before != after or joined + turned > 0, Coverage(max(before[0] - after[0], 0), before[0]))
@@ -59,6 +60,14 @@ class FoldConstants(GraphPass):
 
 def _shape_of(model: ir.Model) -> tuple[int, int]:
     return len(model.graph), len(model.graph.initializers)
+
+
+def _leave_out(graph: ir.Graph) -> None:
+    """Take the names of outputs that nothing reads: ONNX Runtime's own operators then don't compute them."""
+    for node in graph:
+        for value in node.outputs[1:] if node.domain == "com.microsoft" else ():
+            if not value.uses() and not value.is_graph_output():
+                value.name = ""
 
 
 def _part_outputs(graph: ir.Graph, names: list[str | None]) -> None:
