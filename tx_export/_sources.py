@@ -37,14 +37,16 @@ def origin_of(manifest: Mapping[str, Any], source: str | None) -> Origin:
     if missing:
         raise ArtifactError(f"manifest.json has no {', '.join(missing)}; its source can't be found again without")
     made_from, weights = str(manifest["source"]), str(manifest["weights"])
-    built_in = made_from in plugins.names("model")
+    names = plugins.names("model")
+    # A checkpoint's folder may have the name of a built-in model: what is given by hand tells them apart.
+    built_in = made_from in names and (source is None or source.endswith(".safetensors") or source in names)
     chosen, file = source or made_from, None
     if source is not None and source.endswith(".safetensors"):
         chosen, file = made_from, source
     elif weights.startswith("random seed"):
         file = weights.replace("random seed ", "random:")
     elif built_in and weights.startswith("checkpoint"):
-        raise UsageError(f"made from {made_from} with {weights}; name the file with --source FILE.safetensors")
+        raise UsageError(f"made from {made_from} with {weights}; name it with --source, a FILE.safetensors or a folder")
     return Origin(
         source=chosen,
         size=_size_of(manifest) if built_in else "small",

@@ -10,7 +10,9 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
+from tx_export._graph import array_of
 from tx_export.artifact import write_graph
+from tx_export.optimize import fold_constants
 from tx_export.optimize.fold_constants import FoldConstants
 from tx_export.passes import Outcome
 from tx_export.testing import graph_from_text, run_graph
@@ -263,3 +265,50 @@ def test_a_number_near_zero_is_no_zero() -> None:
     FoldConstants()(model)
     # Reference: by hand; 0 / 1e-9 is 0, and 0 / 0 would be NaN.
     assert np.array_equal(run_graph(model, {"x": np.array([0, 1], np.float32)})["y"], [0, 1])
+
+
+_PACKED = """
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[rows, 6] x) => (float[rows, 9] y)
+    <float[1] "layer.query.weight" = {0}, float[1] "layer.key.weight" = {0}, float[1] "layer.value.weight" = {0}> {
+        half = Constant <value = float {0.5}> ()
+        scaled = Mul ("layer.query.weight", half)
+        whole = Concat <axis = 0> (scaled, "layer.key.weight", "layer.value.weight")
+        turned = Transpose <perm = [1, 0]> (whole)
+        y = MatMul (x, turned)
+    }
+"""
+_PARTS = ("query", "key", "value")
+
+
+def packed() -> tuple[ir.Model, list[Array]]:
+    model, parts = graph_from_text(_PACKED), [normal(3, 6, seed=seed) for seed in range(3)]
+    for part, array in zip(_PARTS, parts, strict=True):
+        set_weight(model, f"layer.{part}.weight", array)
+    return model, parts
+
+
+def test_weights_of_any_size_are_put_together_under_their_common_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold_constants, "_FOLDED_BYTES", 0)
+    model, (query, key, value) = packed()
+    FoldConstants()(model)
+    (weight,) = (item for name, item in model.graph.initializers.items() if "weight" in name)
+    assert weight.name == "layer.qkv.weight.T" and [node.op_type for node in model.graph] == ["MatMul"]
+    stored = array_of(weight)
+    assert stored is not None and np.array_equal(stored.T, np.concatenate([query * np.float32(0.5), key, value]))
+
+
+def test_a_large_weight_that_others_read_too_is_not_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold_constants, "_FOLDED_BYTES", 0)
+    model, _ = packed()
+    weight = model.graph.initializers["layer.key.weight"]
+    shown = ir.Node("", "Identity", [weight])
+    model.graph.append(shown)
+    shown.outputs[0].name, shown.outputs[0].type, shown.outputs[0].shape = "z", weight.type, weight.shape
+    model.graph.outputs.append(shown.outputs[0])
+    before = run_graph(model, {"x": normal(5, 6, seed=9)})
+    FoldConstants()(model)
+    after = run_graph(model, {"x": normal(5, 6, seed=9)})
+    assert "layer.key.weight" in model.graph.initializers
+    assert "Concat" in {node.op_type for node in model.graph}
+    assert all(np.abs(after[name] - before[name]).max() < 1e-6 for name in before)

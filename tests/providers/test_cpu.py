@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,25 @@ def test_an_unknown_instruction_set_is_refused_with_those_that_are_known() -> No
         provider_of("cpu", "sse2")
     with pytest.raises(ProviderError, match="--isa avx2: an instruction set is for --provider cpu, not cuda"):
         provider_of("cuda", "avx2")
+
+
+@pytest.mark.parametrize("already", [None, "0"])
+def test_the_environment_of_a_session_is_there_while_it_is_made_and_the_user_s_own_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, already: str | None
+) -> None:
+    name, seen = "ORT_GQA_DISABLE_FLASH_ATTENTION", []
+    monkeypatch.delenv(name, raising=False)
+    if already is not None:
+        monkeypatch.setenv(name, already)
+    options = runtime._session_options
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(os.environ.get(name))
+        return options(*arguments)
+
+    monkeypatch.setattr(runtime, "_session_options", watched)
+    info = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [info], [out])
+    open_graph(tmp_path / "model.onnx", graph, Cpu().session())
+    assert seen == [already or "1"] and os.environ.get(name) == already

@@ -8,7 +8,7 @@ import pytest
 from tx_export.quantize import _blocks
 from tx_export.testing import matmul_model
 
-from .blocks import initializer, quantize, unpacked
+from .blocks import initializer, quantize, scales, unpacked
 from .graphs import normal, uneven
 
 _KINDS = [(bits, symmetric) for bits in (4, 8) for symmetric in (True, False)]
@@ -56,3 +56,23 @@ def test_a_weight_that_is_quantized_in_parts_is_stored_as_in_one(monkeypatch: py
         quantize(model)
         stored.append([initializer(model, f"weight.{part}") for part in ("int4", "scale", "zero")])
     assert all(np.array_equal(one, other) for one, other in zip(*stored, strict=True))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_blocks_turn_their_long_side_to_where_weights_reach_higher(bits: int) -> None:
+    weight, middle = np.zeros((32, 2), np.float32), 2 ** (bits - 1)
+    weight[:3, 0] = middle, 1 - middle, 1  # each a level, with a scale of -1
+    weight[:3, 1] = -middle, middle - 1, 1
+    model = matmul_model(weight)
+    quantize(model, bits=bits, symmetric=True, method="round")
+    assert np.array_equal(scales(model)[0].ravel(), [-1, 1])
+    assert np.array_equal(unpacked(model)[0].T, weight)
+
+
+@pytest.mark.parametrize(("name", "has_zero"), [("x", True), ("past.0.key", False)])
+def test_zero_points_are_left_out_where_a_graph_has_a_cache_unless_asked_for(name: str, has_zero: bool) -> None:
+    for symmetric, expected in ((None, has_zero), (False, True), (True, False)):
+        model = matmul_model(normal(64, 48))
+        model.graph.inputs[0].name = name
+        quantize(model, symmetric=symmetric)
+        assert ("weight.zero" in model.graph.initializers) is expected

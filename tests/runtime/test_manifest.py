@@ -207,6 +207,14 @@ _TAMPERED: dict[str, tuple[dict[str, Any], str]] = {
         {"session": {"cpu": {"provider": "x", "disabled_optimizers": [1]}}},
         "disabled_optimizers",
     ),
+    "an environment that is not ONNX Runtime's": (
+        {"session": {"cpu": {"provider": "x", "environment": {"LD_PRELOAD": "1"}}}},
+        "key 'environment' sets LD_PRELOAD",
+    ),
+    "an environment that is no switch": (
+        {"session": {"cpu": {"provider": "x", "environment": {"ORT_X": "/tmp/file"}}}},
+        "allowed: ORT_... to '0' or '1'",
+    ),
     "an option that holds a dict": (
         {"session": {"cpu": {"provider": "x", "run_config": {"a": {}}}}},
         "key 'run_config' sets a to a dict",
