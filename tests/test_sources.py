@@ -13,7 +13,11 @@ from tx_export.runtime import UsageError
 
 def manifest(**told: Any) -> dict[str, Any]:
     kept: dict[str, Any] = dict.fromkeys(("pipeline", "min_onnxruntime", "fused", "verification"), "")
-    return kept | {"config": {}, "task": "text-generation", "weights": "checkpoint 12ab"} | told
+    return (
+        kept
+        | {"config": {}, "inputs": [], "text": None, "task": "text-generation", "weights": "checkpoint 12ab"}
+        | told
+    )
 
 
 def test_a_checkpoint_s_folder_may_have_the_name_of_a_built_in_model(tmp_path: Path) -> None:
