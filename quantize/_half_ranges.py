@@ -53,7 +53,7 @@ def measured(copy: ir.Model, context: Context) -> Ranges:
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.inputs
     for node in graph:
-        yield from node.outputs
+        yield from (value for value in node.outputs if value.name)  # one that is left out has none
 
 
 def _reduced(graph: ir.Graph, value: ir.Value) -> str:

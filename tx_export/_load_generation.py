@@ -24,7 +24,6 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _LEFT: Mapping[str, tuple[object, ...]] = {
     "max_length": (20,),  # what transformers writes where nobody chose
     "max_new_tokens": (),
-    "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
     "encoder_no_repeat_ngram_size": (),
     "begin_suppress_tokens": (),
@@ -54,7 +53,7 @@ _HARMLESS = re.compile(
     | speculation_type | use_mtp | compile_config | disable_compile | prefill_chunk_size | continuous_batching_config
     | do_sample | temperature | top_[kph] | min_p | typical_p | (epsilon|eta)_cutoff
     | (bos|eos|pad|unk|sep|cls|mask|decoder_start|forced_bos|forced_eos)_token_id
-    | num_beams | length_penalty | early_stopping | no_repeat_ngram_size | min_length | min_new_tokens
+    | num_beams | (length|repetition)_penalty | early_stopping | no_repeat_ngram_size | min_length | min_new_tokens
     | bad_words_ids | suppress_tokens
     """,
     re.VERBOSE,
@@ -78,6 +77,7 @@ def read_generation(
         suppressed=_suppressed(asked, eos),
         beams=asked.count("num_beams", 1, least=1),
         length_penalty=asked.number("length_penalty", 1.0),
+        repetition_penalty=_repetition_penalty(asked),
         early_stopping=_early_stopping(asked),
         no_repeat_ngram=asked.count("no_repeat_ngram_size", 0),
         min_new_tokens=_min_new_tokens(asked, is_encoder_decoder),
@@ -169,6 +169,13 @@ def _suppressed(asked: _Asked, eos: tuple[int, ...]) -> tuple[int, ...]:
         asked.leave("bad_words_ids")
     single = {word[0] for word in words if len(word) == 1}
     return tuple(sorted({*asked.ids("suppress_tokens"), *asked.known("bad_words_ids", single - set(eos))}))
+
+
+def _repetition_penalty(asked: _Asked) -> float:
+    found = asked.number("repetition_penalty", 1.0)
+    if found <= 0:
+        raise asked.wrong("repetition_penalty", "a number above 0")
+    return found
 
 
 def _early_stopping(asked: _Asked) -> bool:

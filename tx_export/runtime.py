@@ -133,6 +133,7 @@ _GENERATION_KEYS: dict[str, type] = {
     "eos": list,
     "suppressed": list,
     "length_penalty": float,
+    "repetition_penalty": float,
     "early_stopping": bool,
     "chat": dict,
     **dict.fromkeys(_IDS, int),
@@ -972,7 +973,8 @@ def _label_tokens(logits: np.ndarray, row: _Row, labels: Sequence[str]) -> Resul
 
 _USUAL = 128  # new tokens, where no number is given and the limit leaves so many
 _TOGETHER = 8  # rows at most: each has a cache
-_OWN_OPTIONS = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "no_repeat_ngram": 0, "min_new_tokens": 0}
+_OWN_OPTIONS = {"beams": 1, "length_penalty": 1.0, "repetition_penalty": 1.0, "early_stopping": False}
+_OWN_OPTIONS |= {"no_repeat_ngram": 0, "min_new_tokens": 0}
 _NOTHING_ASKED: dict[str, Any] = {"eos": [], "suppressed": [], "chat": None, **dict.fromkeys(_IDS), **_OWN_OPTIONS}
 
 

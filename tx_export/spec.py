@@ -163,6 +163,7 @@ class GenerationSpec:
     suppressed: tuple[int, ...] = ()  # never chosen
     beams: int = 1
     length_penalty: float = 1.0
+    repetition_penalty: float = 1.0
     early_stopping: bool = False
     no_repeat_ngram: int = 0
     min_new_tokens: int = 0

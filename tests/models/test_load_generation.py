@@ -41,11 +41,12 @@ def test_every_key_that_is_followed_is_read(tmp_path: Path, caplog: pytest.LogCa
         "eos_token_id": [2, 3], "bos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 4,
         "forced_bos_token_id": 5, "forced_eos_token_id": 2, "bad_words_ids": [[7], [2]], "suppress_tokens": [9, 8],
         "num_beams": 4, "length_penalty": 0.5, "early_stopping": True, "no_repeat_ngram_size": 3, "min_length": 6,
+        "repetition_penalty": 1.1,
     }  # fmt: skip
     # An end of the text is no bad word, as transformers has it; min_length counts the token a decoder starts with.
     assert _read(tmp_path, {}, own, behind_encoder=True) == GenerationSpec(
         eos=(2, 3), bos=1, pad=0, start=4, forced_bos=5, forced_eos=2, suppressed=(7, 8, 9), beams=4,
-        length_penalty=0.5, early_stopping=True, no_repeat_ngram=3, min_new_tokens=5,
+        length_penalty=0.5, early_stopping=True, no_repeat_ngram=3, min_new_tokens=5, repetition_penalty=1.1,
     )  # fmt: skip
     assert not caplog.messages
 
@@ -88,6 +89,7 @@ def test_a_decoder_behind_an_encoder_starts_with_bos_if_nothing_else_is_said(tmp
         ("no_repeat_ngram_size", -1, "a whole number from 0 up"),
         ("min_length", "6", "a whole number from 0 up"),
         ("length_penalty", "long", "a number"),
+        ("repetition_penalty", 0, "a number above 0"),
         ("early_stopping", "soon", "true, false or never"),
     ],
 )
@@ -102,7 +104,7 @@ def test_a_wrong_type_names_file_and_key(key: str, value: Any, expected: str, tm
 
 def test_what_is_not_followed_stands_in_one_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = {
-        "bad_words_ids": [[7, 8], [9]], "encoder_no_repeat_ngram_size": 3, "repetition_penalty": 1.1,
+        "bad_words_ids": [[7, 8], [9]], "encoder_no_repeat_ngram_size": 3, "encoder_repetition_penalty": 1.1,
         "max_length": 512, "early_stopping": "never", "eos_token_id": [2, 50], "min_length": 4, "of_their_own": 1,
         "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": None, "use_cache": True,
     }  # fmt: skip
@@ -112,7 +114,7 @@ def test_what_is_not_followed_stands_in_one_notice(tmp_path: Path, caplog: pytes
     left, known = message.split(": not followed where text is generated: ")
     assert left == str(tmp_path)
     assert set(known.split(", ")) >= {
-        "encoder_no_repeat_ngram_size 3", "repetition_penalty 1.1", "max_length 512", "early_stopping 'never'",
+        "encoder_no_repeat_ngram_size 3", "encoder_repetition_penalty 1.1", "max_length 512", "early_stopping 'never'",
         "min_length 4", "of_their_own 1", "of 50 tokens",
     }  # fmt: skip
     assert "bad_words_ids [[7, 8], [9]]" in known and "eos_token_id [2, 50]" in known

@@ -75,9 +75,10 @@ def test_versions_are_compared_as_numbers(
 def test_a_missing_package_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_artifact(tmp_path / "a")
     for package in ("tokenizers", "onnxruntime"):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(TxExportError, match=rf"{package} can't be imported .*pip install -r requirements\.txt"):
-            Model(folder)
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(TxExportError, match=rf"{package} can't be imported .*pip install -r requirements\.txt"):
+                Model(folder)
 
 
 def test_a_graph_that_onnxruntime_can_not_load_is_named(tmp_path: Path) -> None:
