@@ -2,6 +2,9 @@
 
 `half_quadratic` follows HQQ (Badri and Shaji, 2023): the error that remains is split into a sparse part, by the
 shrinkage of the norm |.|^0.7, and a rest that scale and zero point take up in closed form.
+
+`weighted` counts an error as often as its input is loud, which few of them are by far (AWQ, Lin et al. 2023): of scales
+from the widest range down the best, each refitted in closed form.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ Levels = tuple[Array, Array]  # scale float32 [N, blocks, 1] and zero point floa
 _CHUNK = 1 << 20  # elements that are worked on at a time: tables can have gigabytes
 _LEAST = np.finfo(np.float32).tiny  # so small that a block of zeros adds nothing, however the kernel sums
 _STEPS = 5  # 20 find another 0.05 dB
+_RANGES = np.linspace(1.2, 0.7, 11)  # of the widest, in which `weighted` looks
+_QUIET = 0.05  # of the mean of a block, what counts of an input that the text left silent
 _NORM, _BETA, _GROWTH = 0.7, 10.0, 1.01  # as in HQQ, with errors in units of the scale
 
 
@@ -43,20 +48,37 @@ def stored_bytes(shape: tuple[int, ...], bits: int, block_size: int, symmetric: 
     return rows * (blocks * (block_size * bits // 8 + 4) + (0 if symmetric else -(-blocks * bits // 8)))
 
 
-def quantize(weight: Array, bits: int, block_size: int, symmetric: bool, method: str) -> Blocks:
-    """Of a float32 weight [N, K]; the last block is filled up with zeros."""
+def quantize(
+    weight: Array, bits: int, block_size: int, symmetric: bool, method: str, loudness: Array | None = None
+) -> Blocks:
+    """Of a float32 weight [N, K]; the last block is filled up with zeros. Without loudness [K], `weighted` is `hqq`."""
     rows = max(1, _CHUNK // max(1, weight.shape[1]))
-    parts = [_part(weight[i : i + rows], bits, block_size, symmetric, method) for i in range(0, len(weight), rows)]
+    find = METHODS["hqq" if method == "weighted" and loudness is None else method]
+    loud = _loud_blocks(np.ones(weight.shape[1]) if loudness is None else loudness, block_size)
+    parts = [
+        _part(weight[i : i + rows], bits, block_size, lambda w: find(w, bits, symmetric, loud))
+        for i in range(0, len(weight), rows)
+    ]
     values, scale, zero = (np.concatenate(each) for each in zip(*parts, strict=True))
     return Blocks(values, scale, None if symmetric else zero)
 
 
-def _part(weight: Array, bits: int, block_size: int, symmetric: bool, method: str) -> tuple[Array, Array, Array]:
+def _loud_blocks(loudness: Array, block_size: int) -> Array:
+    """Float32 [1, blocks, block_size], of mean 1 in each block but for the padding."""
+    blocks = -(-len(loudness) // block_size)
+    padded: Array = np.zeros((1, blocks, block_size))
+    padded.reshape(-1)[: len(loudness)] = loudness
+    mean = padded.mean(axis=-1, keepdims=True)
+    loud: Array = (padded / np.where(mean > 0, mean, 1) + _QUIET).astype(np.float32)
+    return loud
+
+
+def _part(weight: Array, bits: int, block_size: int, find: Callable[[Array], Levels]) -> tuple[Array, Array, Array]:
     blocks = -(-weight.shape[1] // block_size)
     blocked = np.zeros((len(weight), blocks * block_size), np.float32)
     blocked[:, : weight.shape[1]] = weight
     blocked = blocked.reshape(len(weight), blocks, block_size)
-    scale, zero = METHODS[method](blocked, bits, symmetric)
+    scale, zero = find(blocked)
     values = _nearest(blocked, (scale, zero), bits).astype(np.uint8)
     return _packed(values, bits), scale[..., 0], _packed(zero[..., 0].astype(np.uint8), bits)
 
@@ -119,10 +141,43 @@ def _refitted(w: Array, levels: Levels, bits: int, symmetric: bool, beta: float)
     return (scale * np.where(ratio > 0, ratio, 1)).astype(np.float32), zero.astype(np.float32)
 
 
-def _squared_error(w: Array, levels: Levels, bits: int) -> Array:
+def _squared_error(w: Array, levels: Levels, bits: int, loud: Array | float = 1.0) -> Array:
     scale, zero = levels
-    squared: Array = ((scale * (_nearest(w, levels, bits) - zero) - w) ** 2).sum(-1, keepdims=True)
+    squared: Array = (loud * (scale * (_nearest(w, levels, bits) - zero) - w) ** 2).sum(-1, keepdims=True)
     return squared
 
 
-METHODS: dict[str, Callable[[Array, int, bool], Levels]] = {"round": _range, "hqq": _half_quadratic}
+def _weighted(w: Array, bits: int, symmetric: bool, loud: Array) -> Levels:
+    """Of all candidates the best for each block by its weighted squared error, so none is worse than `_range`."""
+    unit, zero = _range(w, bits, symmetric)
+    w = w / unit  # so that no square is too large or too small for float32
+    best, least = (np.ones_like(unit), zero), np.full_like(unit, np.inf)
+    for factor in _RANGES:
+        for sign in (1, -1) if symmetric else (1,):
+            levels = _fitted(w, (np.full_like(unit, sign * factor), zero), bits, symmetric, loud)
+            error = _squared_error(w, levels, bits, loud)
+            better = error < least
+            best = np.where(better, levels[0], best[0]), np.where(better, levels[1], best[1])
+            least = np.where(better, error, least)
+    whole = (np.ones_like(unit), zero)
+    better = _squared_error(w, whole, bits, loud) < least
+    scale = np.where(better, 1, best[0]) * unit
+    return np.copysign(np.maximum(np.abs(scale), _LEAST), scale), np.where(better, zero, best[1])
+
+
+def _fitted(w: Array, levels: Levels, bits: int, symmetric: bool, loud: Array) -> Levels:
+    """The scale, and a zero point unless symmetric, with the least weighted error for what the levels round to."""
+    scale, zero = levels
+    if not symmetric:
+        zero = np.clip(np.rint(zero / scale), 0, 2**bits - 1)
+    q = _nearest(w, (scale, zero), bits) - zero
+    squares = (loud * q * q).sum(-1, keepdims=True)
+    fitted = (loud * w * q).sum(-1, keepdims=True) / np.maximum(squares, _LEAST)
+    return np.where(fitted * scale > 0, fitted, scale).astype(np.float32), zero.astype(np.float32)
+
+
+METHODS: dict[str, Callable[[Array, int, bool, Array], Levels]] = {
+    "round": lambda w, bits, symmetric, loud: _range(w, bits, symmetric),
+    "hqq": lambda w, bits, symmetric, loud: _half_quadratic(w, bits, symmetric),
+    "weighted": _weighted,
+}
