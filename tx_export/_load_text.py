@@ -61,6 +61,8 @@ def bounded_cache(cache: CacheSpec | None, max_length: int | None) -> CacheSpec 
     """Of a decoder alone max_length bounds prompt and continuation together; behind an encoder, the encoder's text."""
     if cache is None or cache.cross or max_length is None:
         return cache
+    if max_length < 2:
+        raise LoadError(f"max-length is {max_length}; a text and what follows it have at least 2 tokens")
     return replace(cache, max_length=min(cache.max_length, max_length))
 
 

@@ -24,27 +24,35 @@ _DTYPES = {"float": "float32", "double": "float64"}  # ONNX Runtime's names -> N
 def profile(path: Path) -> list[dict[str, Any]]:
     """For each graph of an artifact, or an ONNX file: milliseconds a run by operator, the slowest first.
 
-    One row of 128 tokens is read; where there is a cache, also one token behind 128.
+    One row of 128 tokens is read, or of as many as the artifact takes; where there is a cache, also one token behind.
     """
     if not path.is_dir():
-        return [_report(path, f"1x{_TOKENS}", _PLAIN, {}, 0)]
+        return [_report(path, _PLAIN, {}, _TOKENS, 0)]
     manifest = runtime.read_manifest(path)
     settings = next(iter(manifest["session"].values()))
     ranges = {item["name"]: item["range"] for item in manifest["inputs"] if item.get("range")}
-    found = []
+    tokens, found = _most_tokens(manifest), []
     for name in sorted(name for name in manifest["files"] if name.endswith(".onnx")):
-        found.append(_report(path / name, f"1x{_TOKENS}", settings, ranges, 0))
+        found.append(_report(path / name, settings, ranges, tokens, 0))
         if manifest.get("generation") and name != "encoder.onnx":
-            found.append(_report(path / name, f"1x1 behind {_TOKENS}", settings, ranges, _TOKENS))
+            past = min(tokens, manifest["generation"]["cache"]["max_length"] - 1)
+            found.append(_report(path / name, settings, ranges, tokens, past))
     return found
 
 
+def _most_tokens(manifest: Mapping[str, Any]) -> int:
+    dims = [str(dim) for item in manifest["inputs"] for dim in item["dims"]]
+    limits = [int(dim.split("<=")[1]) for dim in dims if dim.startswith("tokens<=")]
+    cache = (manifest.get("generation") or {}).get("cache")
+    return min(_TOKENS, *limits, _TOKENS if cache is None else cache["max_length"])
+
+
 def _report(
-    path: Path, what: str, settings: Mapping[str, Any], ranges: Mapping[str, list[float]], past: int
+    path: Path, settings: Mapping[str, Any], ranges: Mapping[str, list[float]], tokens: int, past: int
 ) -> dict[str, Any]:
     times: dict[str, float] = defaultdict(float)
     nodes: dict[str, set[str]] = defaultdict(set)
-    for event in _events(path, settings, ranges, past):
+    for event in _events(path, settings, ranges, tokens, past):
         operator = event["args"].get("op_name", "")
         times[operator] += event["dur"] / 1000 / (_WARM + _RUNS)
         nodes[operator].add(event["name"])
@@ -53,16 +61,17 @@ def _report(
         {"operator": name, "nodes": len(nodes[name]), "ms": round(ms, 4), "share": round(ms / whole, 4)}
         for name, ms in sorted(times.items(), key=lambda item: -item[1])
     ]
-    return {"file": path.name, "run": what, "ms": round(whole, 4), "operators": rows}
+    run = f"1x1 behind {past}" if past else f"1x{tokens}"
+    return {"file": path.name, "run": run, "ms": round(whole, 4), "operators": rows}
 
 
 def _events(
-    path: Path, settings: Mapping[str, Any], ranges: Mapping[str, list[float]], past: int
+    path: Path, settings: Mapping[str, Any], ranges: Mapping[str, list[float]], tokens: int, past: int
 ) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             session = _session(path, settings, Path(folder) / "profile")
-            feeds = _feeds(session.get_inputs(), ranges, past)
+            feeds = _feeds(session.get_inputs(), ranges, tokens, past)
             for _ in range(_WARM + _RUNS):
                 session.run(None, feeds)
         except Exception as error:  # ONNX Runtime raises many kinds
@@ -86,15 +95,15 @@ def _session(path: Path, settings: Mapping[str, Any], prefix: Path) -> Any:
         )
 
 
-def _feeds(inputs: Sequence[Any], ranges: Mapping[str, list[float]], past: int) -> dict[str, np.ndarray]:
+def _feeds(inputs: Sequence[Any], ranges: Mapping[str, list[float]], tokens: int, past: int) -> dict[str, np.ndarray]:
     """Full masks and seeded values; a dim that isn't known is the batch of one where it comes first, else tokens."""
-    new = 1 if past else _TOKENS
-    source = _TOKENS if any(item.name == "decoder_input_ids" for item in inputs) else new
+    new = 1 if past else tokens
+    source = tokens if any(item.name == "decoder_input_ids" for item in inputs) else new
     sizes = {"kept": 1, "past": past, "total": past + new, "decoded": new, "tokens": source}
     feeds = {}
     for item in inputs:
         shape = [
-            dim if isinstance(dim, int) else sizes.get(str(dim), _TOKENS if place else 1)
+            dim if isinstance(dim, int) else sizes.get(str(dim), tokens if place else 1)
             for place, dim in enumerate(item.shape)
         ]
         kind = item.type.removeprefix("tensor(").removesuffix(")")

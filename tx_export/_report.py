@@ -23,8 +23,13 @@ def report(manifest: Mapping[str, Any]) -> str:
     if manifest["weights"].startswith("random"):
         lines += ["**The weights are random: predictions mean nothing.**", ""]
     if "generation" in manifest:
-        most = manifest["generation"]["cache"]["max_length"]
-        lines += [f"A text and its continuation have {most} tokens at most.", ""]
+        cache = manifest["generation"]["cache"]
+        subject = (
+            "A continuation and the token that it begins with have"
+            if cache["cross"]
+            else "A text and its continuation have"
+        )
+        lines += [f"{subject} {cache['max_length']} tokens at most.", ""]
     elif manifest["text"] is not None:
         lines += [f"Text is cut at {manifest['text']['max_length']} tokens; `--json` marks a text that was cut.", ""]
     lines += [*_error_table(manifest["verification"]), *_divergence(manifest["verification"].get("divergence"))]

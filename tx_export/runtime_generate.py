@@ -559,7 +559,8 @@ class Generator:
         if limit is None:
             limit = max(1, min(_USUAL, longest - most))
         if most + limit > longest:
-            total = f"{most} tokens and {limit} new ones are {most + limit}"
+            read = f"{most} tokens" if self._encoder is None else "the token that it begins with"
+            total = f"{read} and {limit} new ones are {most + limit}"
             raise LimitError(f"prompt {row}: {total}; the limit of this model is {longest} together")
         for token in options.stop_ids:
             self._check_id(token, "stop_ids")

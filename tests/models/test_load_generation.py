@@ -176,6 +176,8 @@ def test_a_limit_by_hand_bounds_prompt_and_continuation_together(llama: Path, ca
     model = load(str(llama), max_length=20)
     assert model.cache is not None and model.text is not None
     assert (model.cache.max_length, model.text.max_length) == (20, 20)
+    with pytest.raises(LoadError, match="max-length is 1; a text and what follows it have at least 2 tokens"):
+        load(str(llama), max_length=1)
     model = load(str(llama))
     assert model.cache is not None and model.text is not None
     assert (model.cache.max_length, model.text.max_length) == (48, 48)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tx_export._profile import profile
+from tx_export._profile import _most_tokens, profile
 from tx_export.cli import program
 from tx_export.errors import ArtifactError
 
@@ -17,10 +18,17 @@ from .artifact import make_artifact
 
 def test_every_operator_that_ran_is_counted_and_the_shares_are_of_one_whole(tmp_path: Path) -> None:
     (report,) = profile(make_artifact(tmp_path / "a"))
-    assert (report["file"], report["run"]) == ("model.onnx", "1x128")
+    assert (report["file"], report["run"]) == ("model.onnx", "1x16")  # its limit
     assert "Gather" in {row["operator"] for row in report["operators"]}
     assert sum(row["share"] for row in report["operators"]) == pytest.approx(1, abs=0.001 * len(report["operators"]))
     assert report["ms"] == pytest.approx(sum(row["ms"] for row in report["operators"]), abs=0.001)
+
+
+def test_no_more_tokens_are_read_than_the_artifact_takes() -> None:
+    inputs: list[dict[str, Any]] = [{"dims": ["batch", "tokens<=64"]}, {"dims": [1, 3]}]
+    assert _most_tokens({"inputs": inputs}) == 64
+    assert _most_tokens({"inputs": inputs, "generation": {"cache": {"max_length": 48}}}) == 48
+    assert _most_tokens({"inputs": inputs[1:], "generation": None}) == 128
 
 
 def test_the_command_shows_it_behind_the_manifest_and_leaves_nothing(tmp_path: Path) -> None:
