@@ -11,7 +11,7 @@ __all__ = ["train_shipped"]
 
 _LOOP = LoopOptions(
     batch_size=16,
-    epochs=10,
+    epochs=3,
     warmup=300,
     rate_factor=0.4,  # 2.0e-3 at its highest
     label_smoothing=0.0,
