@@ -151,7 +151,8 @@ def _weighted(w: Array, bits: int, symmetric: bool, loud: Array) -> Levels:
     """Of all candidates the best for each block by its weighted squared error, so none is worse than `_range`."""
     unit, zero = _range(w, bits, symmetric)
     w = w / unit  # so that no square is too large or too small for float32
-    best, least = (np.ones_like(unit), zero), np.full_like(unit, np.inf)
+    best = np.ones_like(unit), zero
+    least = _squared_error(w, best, bits, loud)
     for factor in _RANGES:
         for sign in (1, -1) if symmetric else (1,):
             levels = _fitted(w, (np.full_like(unit, sign * factor), zero), bits, symmetric, loud)
@@ -159,10 +160,8 @@ def _weighted(w: Array, bits: int, symmetric: bool, loud: Array) -> Levels:
             better = error < least
             best = np.where(better, levels[0], best[0]), np.where(better, levels[1], best[1])
             least = np.where(better, error, least)
-    whole = (np.ones_like(unit), zero)
-    better = _squared_error(w, whole, bits, loud) < least
-    scale = np.where(better, 1, best[0]) * unit
-    return np.copysign(np.maximum(np.abs(scale), _LEAST), scale), np.where(better, zero, best[1])
+    scale = best[0] * unit
+    return np.copysign(np.maximum(np.abs(scale), _LEAST), scale), best[1]
 
 
 def _fitted(w: Array, levels: Levels, bits: int, symmetric: bool, loud: Array) -> Levels:

@@ -104,8 +104,8 @@ def _is_weight(value: ir.Value | None) -> bool:
 def _join(graph: ir.Graph, node: ir.Node) -> bool:
     """Replace Concat or Mul of weights, of any size, by its result with their name, unless the file would grow."""
     arrays = [array for array in map(array_of, node.inputs) if array is not None]
-    mine = [value for value in node.inputs if value is not None and len(value.uses()) == 1 and value.is_initializer()]
-    mine = [value for value in mine if not value.is_graph_output()]
+    inputs = [value for value in node.inputs if value is not None and value.is_initializer()]
+    mine = [value for value in inputs if len(value.uses()) == 1 and not value.is_graph_output()]
     if node.op_type == "Mul":
         result = arrays[0] * arrays[1]
     else:
